@@ -2,6 +2,7 @@
 
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
+    switch/              optimizers by name; the optimizer of another library in the middle of training, continued
     capture/             training steps as CUDA graphs
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
@@ -41,6 +42,8 @@ from compiled_optim.state_dicts import (
     optimi_state_dict,
 )
 from compiled_optim.step.numerics import NumericsReport
+from compiled_optim.switch.catalogue import OptimizerInfo, create, list_optimizers, optimizer_info
+from compiled_optim.switch.from_torch import from_torch
 
 if TYPE_CHECKING:
     from compiled_optim.optimizers import mup
@@ -96,6 +99,7 @@ __all__ = [
     "NAdam",
     "NorMuon",
     "NumericsReport",
+    "OptimizerInfo",
     "Prodigy",
     "RAdam",
     "RMSprop",
@@ -105,8 +109,11 @@ __all__ = [
     "SparseAdam",
     "StableAdamW",
     "compile_report",
+    "create",
     "explain",
+    "from_torch",
     "full_precision_state_dict",
+    "list_optimizers",
     "load_full_precision_state_dict",
     "load_named_state_dict",
     "memory_report",
@@ -114,6 +121,7 @@ __all__ = [
     "named_state_dict",
     "no_recompiles",
     "optimi_state_dict",
+    "optimizer_info",
     "param_groups",
     "prepare_for_gradient_release",
     "remove_gradient_release",
@@ -121,14 +129,16 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """An optimizer, or ``mup``, imported when it is asked for: few programs use many, and each takes time to be made."""
-    files = {module.name.replace("_", ""): module.name for module in pkgutil.iter_modules(optimizers.__path__)}
-    if name not in __all__ or name.lower() not in files:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = importlib.import_module(f"compiled_optim.optimizers.{files[name.lower()]}")
-    globals()[name] = found = module if name == "mup" else getattr(module, name)
-    return found
+if not TYPE_CHECKING:  # to type checkers, every name would be one of the module
+
+    def __getattr__(name: str) -> Any:
+        """An optimizer, or ``mup``, imported when it is asked for: few programs use many, and each takes time to be made."""
+        files = {module.name.replace("_", ""): module.name for module in pkgutil.iter_modules(optimizers.__path__)}
+        if name not in __all__ or name.lower() not in files:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        module = importlib.import_module(f"compiled_optim.optimizers.{files[name.lower()]}")
+        globals()[name] = found = module if name == "mup" else getattr(module, name)
+        return found
 
 
 def __dir__() -> list[str]:

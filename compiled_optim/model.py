@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from compiled_optim.groups.parameters import alternatives, matches, names_and_te
 from compiled_optim.groups.per_parameter import first_matches
 
 Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Key: TypeAlias = str | type[nn.Module]
 _CALLED_A_WEIGHT = re.compile(r"(weight|kernel|proj|attn|(^|[._])w\d*(_|$))[^.]*$|\.parametrizations\.[^.]*weight[^.]*\.")
 _HEADS = ("lm_head", "head", "output", "classifier", "fc", "score")  # what models call the linear map that comes last
@@ -107,10 +108,10 @@ def roles(model: nn.Module) -> dict[int, str]:
 
 
 def to_low_precision(
-    model: nn.Module,
+    model: ModuleT,
     dtype: torch.dtype = torch.bfloat16,
     keep: Key | Iterable[Key] | Mapping[Key, torch.dtype | None] = (),
-) -> nn.Module:
+) -> ModuleT:
     """Convert a model's floating-point parameters, their gradients and floating-point buffers to ``dtype``, in place.
 
     ``co.to_low_precision(model, keep={nn.Embedding: torch.float32, "*norm*": None, "*rotary*": torch.float32})``

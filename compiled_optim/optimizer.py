@@ -17,6 +17,7 @@ from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup, group_entries
 from compiled_optim.groups.parameters import as_groups
+from compiled_optim.lowering.choice import LoweringName
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.memory.torch_internals import (
     backward_number,
@@ -33,7 +34,7 @@ from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
 from compiled_optim.rule.matrices import Split, in_parts
 from compiled_optim.rule.rule import TRAIN_MODE
-from compiled_optim.rule.storage import StateDtype, stored
+from compiled_optim.rule.storage import StateDtype, Weights, stored
 from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step import traced
@@ -130,7 +131,7 @@ class CompiledOptimizer(Declared, Optimizer):
     fused: bool | None = flag(default=None, kw_only=True)
     max_grad_norm: float | Tensor | None = flag(default=None, kw_only=True)
     skip_nonfinite: bool = flag(default=False, kw_only=True)
-    lowering: str = flag(default="auto", kw_only=True)
+    lowering: LoweringName = flag(default="auto", kw_only=True)
     decouple_wd: bool | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
     decouple_lr: bool = transform(default=False, kw_only=True, by=decay, check=check_decay)
     max_lr: Number | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
@@ -138,13 +139,14 @@ class CompiledOptimizer(Declared, Optimizer):
     lr_scale: PerParameter | None = transform(default=None, kw_only=True, by=lr_scaled)
     stacks: Sequence[str] = transform(default=(), kw_only=True, by=in_parts)
     split: Split | None = transform(default=None, kw_only=True, by=in_parts)
-    weights: str | None = transform(default=None, kw_only=True, by=stored)
+    weights: Weights | None = transform(default=None, kw_only=True, by=stored)
     kahan_sum: bool | None = transform(default=False, kw_only=True, by=stored)
     state_dtype: StateDtype = transform(default=None, kw_only=True, by=stored)
     exclude: Sequence[str] = transform(default=(), kw_only=True, by=stored)
     rounding_seed: int = transform(default=0, kw_only=True, by=stored)
 
     _step_class: ClassVar[type[Step]] = RuleStep
+    _takes_module: ClassVar[bool] = False  # as params, since more than names tells its parameters apart
 
     def __init_subclass__(cls, *, steps: type[Step] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -416,6 +418,15 @@ class CompiledOptimizer(Declared, Optimizer):
         engine.schedules = schedules
         schedules.follow(groups)
         engine.changes.pending = True
+
+    @overload
+    def hyperparameter(self, name: Literal["lr", "weight_decay", "max_lr", "momentum"], group: int = 0) -> Tensor: ...
+
+    @overload
+    def hyperparameter(self, name: Literal["betas"], group: int = 0) -> tuple[Tensor, ...]: ...
+
+    @overload
+    def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]: ...
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
         """The live tensor, or tuple of tensors, from which steps read ``param_groups[group][name]``. It can be traced.

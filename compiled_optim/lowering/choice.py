@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -30,7 +30,8 @@ from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.symbols import PLAIN
 
-LOWERINGS = ("auto", "multi_tensor", "inductor", "eager")  # what users can ask for
+LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # what users can ask for
+LOWERINGS: tuple[LoweringName, ...] = get_args(LoweringName)
 LOOPED: dict[str, tuple[Callable[[Plan], bool], Any]] = {
     "cpu": (looped.serves, looped.LoopLowering),
     "cuda": (looped.serves_where_they_are, looped.KernelStackLowering),

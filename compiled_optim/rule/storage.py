@@ -11,7 +11,7 @@ import functools
 import itertools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -21,7 +21,8 @@ from compiled_optim.rule.fields import Buffer, Option, check_patterns, hint
 from compiled_optim.rule.rule import INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
 
-MODES = ("kahan", "stochastic", "split8", "split16", "master")
+Weights: TypeAlias = Literal["kahan", "stochastic", "split8", "split16", "master"]
+MODES: tuple[Weights, ...] = get_args(Weights)
 REMAINDER_BITS = {"split8": 8, "split16": 16}
 ROUNDED = ("stochastic", "kahan", "split8")
 """The modes that round by numbers of each step, so that steps of any size add up."""
@@ -38,7 +39,7 @@ CODE_DTYPES = {"signed": torch.int8, "unsigned": torch.uint8}
 REMAINDER_DTYPES = {"split8": torch.int8, "split16": torch.int16}
 
 _Matcher: TypeAlias = Callable[[Sequence[str]], bool]  # whether one of some patterns matches a parameter's name
-StateDtype: TypeAlias = "torch.dtype | str | Mapping[str, torch.dtype | str] | None"
+StateDtype: TypeAlias = "torch.dtype | Literal['int8'] | Mapping[str, torch.dtype | Literal['int8']] | None"
 
 
 def code_name(buffer: str) -> str:

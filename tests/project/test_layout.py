@@ -36,6 +36,7 @@ FLOORS = [
     {"optimizer", "model"},
     {"optimizers", "release", "report", "state_dicts"},
     {"capture", "explain"},
+    {"switch"},
     {""},
 ]
 

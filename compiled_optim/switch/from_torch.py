@@ -1,0 +1,198 @@
+"""The optimizer of another library in the middle of training, continued by one of this package.
+
+A library's optimizer is packed as torch.optim would save it, translated to this package's names, and loaded. Nothing runs
+that it would run itself: no hook, no ``state_dict`` of its class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from compiled_optim.checkpoint.read import described
+from compiled_optim.checkpoint.state_dict import copied
+from compiled_optim.groups.param_group import group_keys
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper, Static
+from compiled_optim.rule.storage import HALVES
+from compiled_optim.switch.libraries import LIBRARIES, Kind, Packed
+
+
+def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None, **options: Any) -> CompiledOptimizer:
+    """Make the optimizer of this package that goes on where ``optimizer`` is: ``opt = co.from_torch(opt)``.
+
+    ``optimizer`` may be of torch.optim, of optimi, or of bitsandbytes (Adam, AdamW, Lion, SGD, RMSprop and Adagrad), or a
+    ``FusedAdam`` of apex or TransformerEngine. The new optimizer has its groups with all entries and names, copies of its
+    state, and its hooks. A number that is a tensor in its groups is this tensor in the new groups too. The old optimizer
+    does not change. Delete it: until then the state is there twice.
+
+    State keeps its dtype, so averages in float32 of 16-bit parameters become ``state_dtype=torch.float32``. Averages in
+    bitsandbytes's 8 bits become ``state_dtype="int8"``, coded anew; pass ``state_dtype=torch.float32`` to keep their values.
+    Master weights become ``weights="master"``, and optimi's ``kahan_sum`` stays.
+
+    Args:
+        optimizer: the optimizer. A subclass may replace no method of its library's class but the constructor.
+        schedulers: the schedulers that drive the old optimizer. They drive the new one from now on: each attribute that is
+            the old optimizer becomes the new one, in nested schedulers too. ``()`` leaves all as they are. Schedulers that
+            are not torch's are not missed if they are absent here.
+        **options: arguments of the new optimizer that the groups do not have, such as ``weights``, ``state_dtype``,
+            ``max_grad_norm`` and ``lowering``.
+
+    Returns:
+        The new optimizer.
+
+    Raises:
+        TypeError: ``optimizer`` is no optimizer, or one of this package; or an option is none of the new optimizer.
+        ValueError: the class, a field or a value has no counterpart here, a torch scheduler drives the old optimizer and is
+            not in ``schedulers``, or one that is there does not drive it. Nothing is changed then.
+    """
+    if not isinstance(optimizer, Optimizer) or isinstance(optimizer, CompiledOptimizer):
+        raise TypeError(f"from_torch takes an optimizer of another library, got {torch.typename(optimizer)}")
+    library, source = _source(optimizer)
+    label = f"{library}.{source.__name__}"
+    with _labeling(label):
+        _check_as_made(optimizer, source)
+        driving = _driving(optimizer, schedulers)
+        kind, packed = LIBRARIES[library](optimizer, source, _packed(optimizer))
+        *groups, defaults = packed["param_groups"]
+        arguments = _arguments(kind, defaults, options)
+        given = []
+        for index, (group, old) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+            states = {param: packed["state"].get(key, {}) for param, key in zip(old["params"], group["params"], strict=True)}
+            _keep_dtypes(kind, group, states, options)
+            given.append(_with_params(kind, group, old, index))
+        new = kind(given, **arguments)
+        new.load_state_dict({**packed, "param_groups": groups}, hyperparameters="keep")
+    for name in [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]:
+        getattr(new, name).update(getattr(optimizer, name))
+    new._opt_called = getattr(optimizer, "_opt_called", False)
+    for scheduler in driving:
+        for name in [name for name, value in vars(scheduler).items() if value is optimizer]:
+            setattr(scheduler, name, new)
+    return new
+
+
+@contextlib.contextmanager
+def _labeling(label: str) -> Iterator[None]:
+    try:
+        yield
+    except (TypeError, ValueError) as error:
+        if len(error.args) == 1:
+            error.args = (f"cannot switch from {label}: {error}",)
+        raise
+
+
+def _source(optimizer: Optimizer) -> tuple[str, type[Optimizer]]:
+    """The library that ``optimizer`` is from, and its class there; a subclass may be from elsewhere."""
+    for kind in type(optimizer).__mro__:
+        for library in LIBRARIES:
+            is_from_there = f"{kind.__module__}.".startswith(f"{library}.") or kind.__name__ == library
+            if is_from_there and kind is not Optimizer and "step" in dir(kind):
+                return library, kind
+    inner = getattr(optimizer, "optimizer", None)
+    hint = f"; pass its .optimizer, a {torch.typename(inner)}" if isinstance(inner, Optimizer) else ""
+    there = f"{', '.join(LIBRARIES)} are known{hint}"
+    raise ValueError(f"cannot switch from {torch.typename(optimizer)}: {there}")
+
+
+def _check_as_made(optimizer: Optimizer, source: type[Optimizer]) -> None:
+    """Raise ``ValueError`` where ``optimizer`` does something else than its library's class ``source`` does."""
+    for kind in type(optimizer).__mro__[: type(optimizer).__mro__.index(source)]:
+        for name in [name for name in vars(kind) if hasattr(source, name) and not name.startswith("__")]:
+            if inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(source, name)):  # torch wraps every step
+                raise ValueError(f"{torch.typename(optimizer)} has a {name} of its own")
+    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise ValueError("somebody replaced its step, and the new one would not have the replacement")
+
+
+def _driving(optimizer: Optimizer, schedulers: Iterable[Any] | None) -> list[Any]:
+    """The ``schedulers``, and those in them; ``ValueError`` where one does not drive ``optimizer``, or one is absent."""
+    listed = [] if schedulers is None else list(schedulers)
+    for scheduler in listed:
+        if getattr(scheduler, "optimizer", None) is not optimizer:
+            raise ValueError(f"schedulers: the {described(scheduler)[2:]} does not drive it")
+    found = [inner for scheduler in listed for inner in _with_inner(scheduler)]
+    if schedulers is None or listed:
+        if _others(optimizer, found):
+            gc.collect()  # a scheduler may refer to itself, and be there without a user
+        if others := _others(optimizer, found):
+            inner = [id(each) for other in others for each in [*_with_inner(other)][1:]]
+            names = [type(other).__name__ for other in others if id(other) not in inner]
+            advice = (
+                "list every scheduler in schedulers=[...] to let it drive the new one, or pass schedulers=() to leave all"
+            )
+            raise ValueError(f"it is driven by {' and '.join(names)}: {advice}")
+    return found
+
+
+def _with_inner(scheduler: Any) -> Iterator[Any]:
+    yield scheduler
+    for value in vars(scheduler).values():
+        for inner in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(inner, LRScheduler):
+                yield from _with_inner(inner)
+
+
+def _others(optimizer: Optimizer, known: Sequence[Any]) -> list[LRScheduler]:
+    """The schedulers of torch that drive ``optimizer`` and are not ``known``. An optimizer does not know them."""
+    ids = {id(scheduler) for scheduler in known}
+    every = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
+    return [each for each in every if getattr(each, "optimizer", None) is optimizer and id(each) not in ids]
+
+
+def _packed(optimizer: Optimizer) -> Packed:
+    keys: dict[Any, int] = {}
+    groups = []
+    for group in optimizer.param_groups:
+        params = [keys.setdefault(param, len(keys)) for param in group["params"]]
+        groups.append({**group, "params": params})
+    state = {keys.get(key, key) if isinstance(key, Tensor) else key: entries for key, entries in optimizer.state.items()}
+    return {"state": state, "param_groups": [*groups, {**optimizer.defaults, "params": []}]}
+
+
+def _arguments(kind: Kind, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of the constructor; an error where ``options`` repeat what the groups have, or a default has no counterpart."""
+    accepted, known = inspect.signature(kind).parameters, {*group_keys(kind), "params"}
+    for name, value in defaults.items():
+        if name not in known and name not in accepted and value not in (None, False):
+            raise ValueError(f"{name}={value!r} has no counterpart in {kind.__name__}")
+    if repeated := [name for name in options if name in defaults]:
+        raise ValueError(f"{repeated[0]} comes from its groups; assign it to the groups of the new optimizer")
+    replaced = {"params", *(["kahan_sum"] if "weights" in options else [])}
+    return {**{name: value for name, value in defaults.items() if name in accepted and name not in replaced}, **options}
+
+
+def _keep_dtypes(kind: Kind, group: dict[str, Any], states: Mapping[Tensor, Any], options: Mapping[str, Any]) -> None:
+    """Let ``group`` keep float32 state and float32 copies of its 16-bit parameters, unless ``options`` say otherwise."""
+    known = group_keys(kind)
+    entries = [(name, entry) for param, state in states.items() if param.dtype in HALVES for name, entry in state.items()]
+    wide = {name for name, entry in entries if isinstance(entry, Tensor) and entry.dim() and entry.dtype == torch.float32}
+    if "master_param" in wide and "weights" in known:
+        group.setdefault("weights", "master")
+    if wide & {buffer.name for buffer in kind._declaration.buffers} and "state_dtype" in known:
+        group.setdefault("state_dtype", torch.float32)
+    for name in ("weights", "state_dtype", "kahan_sum"):
+        if name in options or (name == "kahan_sum" and "weights" in options):
+            group.pop(name, None)
+
+
+def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], index: int) -> dict[str, Any]:
+    """``group`` with the tensors of the ``old`` one, their names, and copies of all that is no number of ``kind``."""
+    names, numbers = group.get("param_names"), {hyper.name for hyper in kind._fields_of(Hyper)}
+    params = old["params"] if names is None else [*zip(names, old["params"], strict=True)]
+    entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for made in [static for static in kind._fields_of(Static) if not static.init]:
+        if entries.get(made.name, made.default) != made.default:
+            raise ValueError(
+                f"{made.name} of param_groups[{index}] is {entries[made.name]!r}, and {made.default} in {kind.__name__}"
+            )
+    entries |= {key: copied(entries[key], f"{key} of param_groups[{index}]") for key in entries.keys() - numbers}
+    return {**entries, "params": params}
