@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +14,12 @@ from torch import Tensor
 
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import cache_directory
-from compiled_optim.memory.layout import local
+from compiled_optim.memory.layout import has_memory, local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
-from compiled_optim.rule.storage import PARTS
+from compiled_optim.rule.storage import MINIMUM, PARTS
 from compiled_optim.step.engine import Engine
+from compiled_optim.step.rule_step import RuleStep
 
 
 @contextlib.contextmanager
@@ -64,6 +66,10 @@ class CompileReport:
         compiled_step: how a function under ``torch.compile`` holds its steps: as ``its own operations`` (inlined), or as an
             operator and why; empty if no function was traced.
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
+        construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
+        advice: what to do about each of ``fallbacks``, or what it costs.
+        moved_steps: in how many steps gradients lay elsewhere than before, mostly since ``zero_grad`` had freed them.
+        is_idle: whether steps were taken, and none changed a parameter.
     """
 
     optimizer: str
@@ -77,6 +83,10 @@ class CompileReport:
     table_refreshes: int
     compiled_step: str
     cache: str
+    construction: float
+    advice: tuple[str, ...]
+    moved_steps: int
+    is_idle: bool
 
     @property
     def recaptures(self) -> int:
@@ -100,30 +110,62 @@ class CompileReport:
 
     @property
     def seconds(self) -> float:
-        """The time spent compiling and loading, with the imports needed for that."""
-        return sum(c.seconds for c in self.compilations)
+        """The time spent compiling and loading, with the imports needed for that, and at construction."""
+        return sum((c.seconds for c in self.compilations), self.construction)
+
+    def _verdict(self) -> str:
+        verdicts = {
+            "Nothing was updated: see below.": self.is_idle,
+            "Slower than it could be: see below.": bool(self.fallbacks),
+            "Compiled again after the first step: see below.": bool(self.recompiles),
+            "Captured again: see below.": bool(self.recaptures),
+            "Nothing is compiled, as chosen.": self.lowering == "eager",
+            "The first step will compile.": not (self.steps or self.kernels or self.compiled_step),
+        }
+        return next((v for v, holds in verdicts.items() if holds), "Good: all is compiled, and nothing was compiled again.")
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.optimizer}: {self.lowering} lowering, {self.steps} steps, {self.compiles} compiles "
-            f"({self.seconds:.2f} s; {self.loaded} loaded from the cache), {self.recompiles} recompiles, "
-            f"{self.table_refreshes} table refreshes"
-        ]
-        if self.captures:
-            lines.append(f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays")
+        lines = [f"{self.optimizer}: {self.lowering} lowering, {_counted(self.steps, 'step')}. {self._verdict()}"]
+        if self.is_idle:
+            lines.append("  no parameter ever had a gradient, or all steps were skipped; call loss.backward() before step()")
+        spent = [f"{self.construction:.2f} s at construction"] if self.construction >= 0.005 else []
+        if self.compilations:
+            how = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
+            made = ", ".join(f"{_counted(n, 'kernel')} {done}" for done, n in how.items() if n)
+            spent.insert(0, f"{made}, in {self.seconds - self.construction:.2f} s")
+        lines += [f"  {', and '.join(spent)}"] if spent else []
         for kernel in self.kernels:
-            made = [c for c in self.compilations if c.kernel == kernel]
-            how = "loaded" if all(c.loaded for c in made) else "compiled"
-            spent = f": {how} in {sum(c.seconds for c in made):.3f} s" if made else ""  # else the process had it already
-            lines.append(f"  kernel {kernel}{spent}")
-        lines += [f"  recompiled: {c.cause}" for c in self.compilations if c.cause]
-        lines += [f"  captured again: {cause}" for cause in self.captures if cause]
-        lines += [f"  fallback: {reason}" for reason in self.fallbacks]
+            own = [c for c in self.compilations if c.kernel == kernel]
+            took = f"{'loaded' if all(c.loaded for c in own) else 'compiled'} in {sum(c.seconds for c in own):.2f} s"
+            lines.append(f"  {took if own else 'the process had already'}: {kernel}")
+        again = Counter(c.cause for c in self.compilations if c.cause)
+        lines += [f"  recompiled {_counted(n, 'time')}: {cause}" for cause, n in again.items()]
+        if again:
+            lines.append("    each is compiled once; under `with co.no_recompiles():` the line that causes one raises")
+        if self.captures:
+            lines.append(f"  {_counted(len(self.captures), 'CUDA graph')} captured, {_counted(self.replays, 'replay')}")
+        again = Counter(filter(None, self.captures))
+        lines += [f"  captured again {_counted(n, 'time')}: {cause}" for cause, n in again.items()]
+        for reason, advice in zip(self.fallbacks, self.advice, strict=True):
+            lines += [f"  slower: {reason}", f"    {advice}"]
+        if self.moved_steps > 1:
+            moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
+            lines.append(f"  {moved}: one small copy of addresses each; nothing to do")
         if self.compiled_step:
-            lines.append(f"  compiled code holds {self.compiled_step}")
+            lines.append(f"  in the function that you compiled, a step is {self.compiled_step}")
         if self.kernels:
             lines.append(f"  compiled C++ is kept in {self.cache}")
-        return "\n".join(lines)
+        return "\n".join(map(_wrapped, lines))
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _wrapped(line: str) -> str:
+    """``line``, broken where it is too wide for a terminal."""
+    indent = " " * (len(line) - len(line.lstrip()) + 4)
+    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
@@ -146,7 +188,17 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         log.table_refreshes,
         log.compiled_step,
         str(cache_directory()),
+        log.construction,
+        tuple(log.fallbacks.values()),
+        log.moved_steps,
+        engine.steps > 0 and isinstance(engine.step, RuleStep) and not any(map(_has_begun, engine.state.values())),
     )
+
+
+def _has_begun(entries: Any) -> bool:
+    """Whether the state of a parameter has a step count that is not 0, as far as can be known."""
+    step = entries.get("step")
+    return isinstance(step, Tensor) and (not has_memory(step) or bool(step != 0))
 
 
 @dataclass(frozen=True)
@@ -189,8 +241,12 @@ class MemoryReport:
         rows = {"weights": self.weights, **self.state, "gradients": self.gradients, "tables": self.tables}
         rows["total"] = self.total
         width = max(map(len, rows))
-        lines = [f"{self.optimizer}: {self.per_parameter:.2f} bytes for each of {self.elements:,} parameters"]
-        lines += [f"  {name:<{width}} {size / max(self.elements, 1):8.3f} {size:16,} bytes" for name, size in rows.items()]
+        if is_small := self.elements < MINIMUM:  # bytes for each of few are many, and tell nothing about more
+            lines = [f"{self.optimizer}: small model, {self.total:,} bytes in all for {self.elements:,} parameters"]
+        else:
+            lines = [f"{self.optimizer}: {self.per_parameter:.2f} bytes for each of {self.elements:,} parameters"]
+        each = {name: "" if is_small else f"{size / self.elements:8.3f} " for name, size in rows.items()}
+        lines += [f"  {name:<{width}} {each[name]}{size:16,} bytes" for name, size in rows.items()]
         return "\n".join(lines)
 
 

@@ -56,7 +56,7 @@ def _torch_adamw() -> torch.optim.AdamW:
 
 
 LAST_BATCH = "; for a smaller last batch, give the DataLoader drop_last=True or call the function without the runner"
-NAMED = "; made from model.named_parameters(), the optimizer would tell names"
+NAMED = "; pass model.named_parameters() to see its name"
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another word for lr": (
