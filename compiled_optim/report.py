@@ -131,28 +131,28 @@ class CompileReport:
         spent = [f"{self.construction:.2f} s at construction"] if self.construction >= 0.005 else []
         if self.compilations:
             how = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
-            made = ", ".join(f"{_counted(n, 'kernel')} {done}" for done, n in how.items() if n)
-            spent.insert(0, f"{made}, in {self.seconds - self.construction:.2f} s")
+            made = ", ".join(f"{n} {done}" for done, n in how.items() if n)
+            spent.insert(0, f"kernels: {made} in {self.seconds - self.construction:.2f} s")
         lines += [f"  {', and '.join(spent)}"] if spent else []
         for kernel in self.kernels:
             own = [c for c in self.compilations if c.kernel == kernel]
             took = f"{'loaded' if all(c.loaded for c in own) else 'compiled'} in {sum(c.seconds for c in own):.2f} s"
             lines.append(f"  {took if own else 'the process had already'}: {kernel}")
-        again = Counter(c.cause for c in self.compilations if c.cause)
-        lines += [f"  recompiled {_counted(n, 'time')}: {cause}" for cause, n in again.items()]
-        if again:
-            lines.append("    each is compiled once; under `with co.no_recompiles():` the line that causes one raises")
+        lines += _causes("recompiled", (c.cause for c in self.compilations))
+        if self.recompiles:
+            lines.append(
+                "    each is compiled once; to find the line that causes it, run the loop under `with co.no_recompiles():`"
+            )
         if self.captures:
-            lines.append(f"  {_counted(len(self.captures), 'CUDA graph')} captured, {_counted(self.replays, 'replay')}")
-        again = Counter(filter(None, self.captures))
-        lines += [f"  captured again {_counted(n, 'time')}: {cause}" for cause, n in again.items()]
+            lines.append(f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays")
+        lines += _causes("captured again", self.captures)
         for reason, advice in zip(self.fallbacks, self.advice, strict=True):
             lines += [f"  slower: {reason}", f"    {advice}"]
         if self.moved_steps > 1:
             moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
             lines.append(f"  {moved}: one small copy of addresses each; nothing to do")
         if self.compiled_step:
-            lines.append(f"  in the function that you compiled, a step is {self.compiled_step}")
+            lines.append(f"  compiled code holds {self.compiled_step}")
         if self.kernels:
             lines.append(f"  compiled C++ is kept in {self.cache}")
         return "\n".join(map(_wrapped, lines))
@@ -160,6 +160,11 @@ class CompileReport:
 
 def _counted(count: int, noun: str) -> str:
     return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
+def _causes(what: str, causes: Iterable[str]) -> list[str]:
+    found = Counter(filter(None, causes)).items()
+    return [f"  {what}: {cause}" + f" ({count} times)" * (count > 1) for cause, count in found]
 
 
 def _wrapped(line: str) -> str:
