@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
@@ -113,7 +114,7 @@ class CompileReport:
         """The time spent compiling and loading, with the imports needed for that, and at construction."""
         return sum((c.seconds for c in self.compilations), self.construction)
 
-    def _verdict(self) -> str:
+    def __str__(self) -> str:
         verdicts = {
             "Nothing was updated: see below.": self.is_idle,
             "Slower than it could be: see below.": bool(self.fallbacks),
@@ -121,56 +122,41 @@ class CompileReport:
             "Captured again: see below.": bool(self.recaptures),
             "Nothing is compiled, as chosen.": self.lowering == "eager",
             "The first step will compile.": not (self.steps or self.kernels or self.compiled_step),
+            "Good: all is compiled, and nothing was compiled again.": True,
         }
-        return next((v for v, holds in verdicts.items() if holds), "Good: all is compiled, and nothing was compiled again.")
+        verdict = next(said for said, holds in verdicts.items() if holds)
+        counts = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
+        made = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+        moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
+        lines = {
+            f"{self.optimizer}: {self.lowering} lowering, {self.steps} step{'s' * (self.steps != 1)}. {verdict}": True,
+            "  no parameter ever had a gradient (call loss.backward() first), or all steps were skipped": self.is_idle,
+            f"  {self.construction:.2f} s of compiling at construction": self.construction >= 0.1,
+            f"  kernels: {made} in {self.seconds - self.construction:.2f} s": bool(made),
+            **{f"  {self._origin(kernel)}: {kernel}": True for kernel in self.kernels},
+            **_causes("recompiled", (c.cause for c in self.compilations)),
+            f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays": bool(self.captures),
+            **_causes("captured again", self.captures),
+            "    to find the line of your code that causes it, run the loop under `with co.no_recompiles():`": bool(
+                self.recompiles or self.recaptures
+            ),
+            **{f"  slower: {reason}; {advice}": True for reason, advice in zip(self.fallbacks, self.advice, strict=True)},
+            f"  {moved}: one small copy of addresses each; nothing to do": self.moved_steps > 1,
+            f"  compiled code holds {self.compiled_step}": bool(self.compiled_step),
+            f"  compiled C++ is kept in {self.cache}": bool(self.kernels),
+        }
+        fill = functools.partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(fill(line, subsequent_indent=" " * 6) for line, is_said in lines.items() if is_said)
 
-    def __str__(self) -> str:
-        lines = [f"{self.optimizer}: {self.lowering} lowering, {_counted(self.steps, 'step')}. {self._verdict()}"]
-        if self.is_idle:
-            lines.append("  no parameter ever had a gradient, or all steps were skipped; call loss.backward() before step()")
-        spent = [f"{self.construction:.2f} s at construction"] if self.construction >= 0.005 else []
-        if self.compilations:
-            how = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
-            made = ", ".join(f"{n} {done}" for done, n in how.items() if n)
-            spent.insert(0, f"kernels: {made} in {self.seconds - self.construction:.2f} s")
-        lines += [f"  {', and '.join(spent)}"] if spent else []
-        for kernel in self.kernels:
-            own = [c for c in self.compilations if c.kernel == kernel]
-            took = f"{'loaded' if all(c.loaded for c in own) else 'compiled'} in {sum(c.seconds for c in own):.2f} s"
-            lines.append(f"  {took if own else 'the process had already'}: {kernel}")
-        lines += _causes("recompiled", (c.cause for c in self.compilations))
-        if self.recompiles:
-            lines.append(
-                "    each is compiled once; to find the line that causes it, run the loop under `with co.no_recompiles():`"
-            )
-        if self.captures:
-            lines.append(f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays")
-        lines += _causes("captured again", self.captures)
-        for reason, advice in zip(self.fallbacks, self.advice, strict=True):
-            lines += [f"  slower: {reason}", f"    {advice}"]
-        if self.moved_steps > 1:
-            moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
-            lines.append(f"  {moved}: one small copy of addresses each; nothing to do")
-        if self.compiled_step:
-            lines.append(f"  compiled code holds {self.compiled_step}")
-        if self.kernels:
-            lines.append(f"  compiled C++ is kept in {self.cache}")
-        return "\n".join(map(_wrapped, lines))
+    def _origin(self, kernel: str) -> str:
+        own = [c for c in self.compilations if c.kernel == kernel]
+        how = "loaded" if all(c.loaded for c in own) else "compiled"
+        return f"{how} in {sum(c.seconds for c in own):.2f} s" if own else "the process had already"
 
 
-def _counted(count: int, noun: str) -> str:
-    return f"{count} {noun}{'' if count == 1 else 's'}"
-
-
-def _causes(what: str, causes: Iterable[str]) -> list[str]:
+def _causes(what: str, causes: Iterable[str]) -> dict[str, bool]:
     found = Counter(filter(None, causes)).items()
-    return [f"  {what}: {cause}" + f" ({count} times)" * (count > 1) for cause, count in found]
-
-
-def _wrapped(line: str) -> str:
-    """``line``, broken where it is too wide for a terminal."""
-    indent = " " * (len(line) - len(line.lstrip()) + 4)
-    return textwrap.fill(line, 120, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return {f"  {what}: {cause}" + f" ({count} times)" * (count > 1): True for cause, count in found}
 
 
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:

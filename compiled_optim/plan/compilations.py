@@ -35,9 +35,8 @@ class KernelKey:
     dtypes: tuple[torch.dtype, ...]  # of the real numbers of parameter, gradient and buffers
 
     def __str__(self) -> str:
-        fixed = {static.name for static in self.rule.statics if not static.init}
-        chosen = [(n, value) for n, value in self.statics if n not in fixed and value is not False and value is not None]
-        choices = "".join(f", {name}={value}" for name, value in chosen)
+        others = {static.name for static in self.rule.statics if not static.init}
+        choices = "".join(f", {n}={value}" for n, value in self.statics if n not in others and value not in (False, None))
         param, grad, *buffers = map(_name, self.dtypes)
         state = ", ".join(sorted(set(buffers))) or "none"
         dtypes = param if {grad, *buffers} == {param} else f"param {param}, grad {grad}, state {state}"

@@ -49,7 +49,8 @@ def test_a_good_run() -> None:
         shown(),
         """\
 AdamW: multi_tensor lowering, 100 steps. Good: all is compiled, and nothing was compiled again.
-  kernels: 1 compiled in 1.34 s, and 0.56 s at construction
+  0.56 s of compiling at construction
+  kernels: 1 compiled in 1.34 s
   compiled in 1.34 s: AdamW[multi-tensor] float32 on cpu
   gradients moved in 100 of 100 steps (zero_grad frees them): one small copy of addresses each; nothing to do
   compiled C++ is kept in /home/user/.cache/compiled_optim""",
@@ -82,10 +83,11 @@ def test_recompilations_have_causes_and_advice() -> None:
         shown(compilations=made, kernels=(AMSGRAD,)),
         """\
 AdamW: multi_tensor lowering, 100 steps. Compiled again after the first step: see below.
-  kernels: 2 compiled, 1 loaded from the cache in 2.35 s, and 0.56 s at construction
+  0.56 s of compiling at construction
+  kernels: 2 compiled, 1 loaded from the cache in 2.35 s
   compiled in 1.01 s: AdamW[multi-tensor] float32 on cpu, amsgrad=True
   recompiled: parameter 'fc.weight': grad dtype float32 -> bfloat16 (2 times)
-    each is compiled once; to find the line that causes it, run the loop under `with co.no_recompiles():`
+    to find the line of your code that causes it, run the loop under `with co.no_recompiles():`
   gradients moved in 100 of 100 steps (zero_grad frees them): one small copy of addresses each; nothing to do
   compiled C++ is kept in /home/user/.cache/compiled_optim""",
     )
@@ -93,7 +95,7 @@ AdamW: multi_tensor lowering, 100 steps. Compiled again after the first step: se
 
 def test_what_runs_slowly_has_advice() -> None:
     reason = (
-        "AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file; " * 2
+        "AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file. " * 2
     )
     advice = "install g++ or clang++, or name one in the environment variable CXX"
     slow = shown(lowering="eager", kernels=(), compilations=(), fallbacks=(reason,), advice=(advice,))
@@ -101,10 +103,10 @@ def test_what_runs_slowly_has_advice() -> None:
         slow,
         """\
 AdamW: eager lowering, 100 steps. Slower than it could be: see below.
-  0.56 s at construction
-  slower: AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file;
-      AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file;
-    install g++ or clang++, or name one in the environment variable CXX
+  0.56 s of compiling at construction
+  slower: AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file.
+      AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file. ;
+      install g++ or clang++, or name one in the environment variable CXX
   gradients moved in 100 of 100 steps (zero_grad frees them): one small copy of addresses each; nothing to do""",
     )
 
@@ -115,10 +117,12 @@ def test_captures() -> None:
         twice,
         """\
 AdamW: multi_tensor lowering, 100 steps. Captured again: see below.
-  kernels: 1 compiled in 1.34 s, and 0.56 s at construction
+  0.56 s of compiling at construction
+  kernels: 1 compiled in 1.34 s
   compiled in 1.34 s: AdamW[multi-tensor] float32 on cpu
   3 captures, 2 re-captures, 97 replays
   captured again: scale 1.0 -> 2.0 (2 times)
+    to find the line of your code that causes it, run the loop under `with co.no_recompiles():`
   compiled C++ is kept in /home/user/.cache/compiled_optim""",
     )
 
@@ -132,7 +136,7 @@ def test_nothing_yet_nothing_compiled_and_nothing_updated() -> None:
         idle,
         """\
 AdamW: multi_tensor lowering, 1 step. Nothing was updated: see below.
-  no parameter ever had a gradient, or all steps were skipped; call loss.backward() before step()""",
+  no parameter ever had a gradient (call loss.backward() first), or all steps were skipped""",
     )
 
 
