@@ -4,7 +4,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, ema, hyper, maximum, product, sqrt, static
 
 
-class Adam(CompiledOptimizer, decays="gradient"):
+class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     """Adam (arXiv:1412.6980, Algorithm 1), with weight decay in the gradient or decoupled from it.
 
     ``amsgrad`` keeps the maximum of the second moment (arXiv:1904.09237).

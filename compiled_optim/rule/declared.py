@@ -55,7 +55,7 @@ class Declared:
     _gradients: ClassVar[Gradients] = "dense"  # that the optimizer takes; a sparse one names the rows to update
     _accumulation: ClassVar[Accumulation | None] = None  # how the state takes several gradients for one step, if it can
     _decays: ClassVar[Decays] = None  # what weight decay is added to; by the gradient, there is a choice
-    _advice: ClassVar[str] = "SparseAdam"  # the optimizer to advise where a gradient is of the other kind
+    _advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
     _granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
     _group_flags: ClassVar[tuple[str, ...]] = ()  # that groups may hold: torch.optim's, which checkpoints have, and maximize
     _views: ClassVar[Mapping[str, Callable[..., Any]]] = {}  # other values of a parameter, see :class:`Rule`

@@ -63,7 +63,7 @@ def _torch_adamw() -> torch.optim.AdamW:
 
 
 LAST_BATCH = "; for a smaller last batch, give the DataLoader drop_last=True or call the function without the runner"
-NAMED = "; pass model.named_parameters() to see its name"
+NAMED = "; pass model.named_parameters() to get names"
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another word for lr": (
