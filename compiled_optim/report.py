@@ -120,7 +120,7 @@ class CompileReport:
             "Slower than it could be: see below.": bool(self.fallbacks),
             "Compiled again after the first step: see below.": bool(self.recompiles),
             "Captured again: see below.": bool(self.recaptures),
-            "Nothing is compiled, as chosen.": self.lowering == "eager",
+            "Nothing is compiled: steps are plain torch operations.": self.lowering == "eager",
             "The first step will compile.": not (self.steps or self.kernels or self.compiled_step),
             "Good: all is compiled, and nothing was compiled again.": True,
         }
@@ -166,7 +166,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         TypeError: ``optimizer`` is not one of this package.
     """
     engine = checked_engine(optimizer, "compile_report")
-    log = engine.log
+    log, known = engine.log, (engine.state.get(param, {}) for param in engine.params)
     return CompileReport(
         type(optimizer).__name__,
         "eager" if engine.step is None else engine.step.name,
@@ -182,7 +182,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         log.construction,
         tuple(log.fallbacks.values()),
         log.moved_steps,
-        engine.steps > 0 and isinstance(engine.step, RuleStep) and not any(map(_has_begun, engine.state.values())),
+        engine.steps > 0 and isinstance(engine.step, RuleStep) and not any(map(_has_begun, known)),
     )
 
 
