@@ -207,3 +207,10 @@ def test_choices_that_were_not_made_are_not_in_a_key() -> None:
     give_gradients(params, params, 0)
     optimizer.step()
     assert co.compile_report(optimizer).kernels == (AMSGRAD,)
+
+
+def test_elsewhere_than_on_linux_steps_use_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.platform", "darwin")
+    assert co.compile_report(co.AdamW([nn.Parameter(torch.ones(2))])).lowering == "inductor"
+    with pytest.raises(ValueError, match="'multi_tensor' serves CUDA tensors, and CPU tensors on Linux"):
+        co.AdamW([nn.Parameter(torch.ones(2))], lowering="multi_tensor")
