@@ -121,6 +121,7 @@ class CompiledOptimizer(Declared, Optimizer):
     Raises:
         TypeError: something is not a tensor, a number or a known argument.
         ValueError: a hyperparameter is out of range, a parameter is no leaf or in two groups, or some have no name.
+        RuntimeError: both ``fused`` and ``foreach`` are True.
     """
 
     params: ParamsT
@@ -159,6 +160,8 @@ class CompiledOptimizer(Declared, Optimizer):
         params = options.pop("params")
         for choice in self._fields_of(Choice):
             choice.check(options[choice.name])
+        if options["fused"] and options["foreach"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")  # torch's words
         self._step_class.check_options(type(self), options)
         self._begin(options["lowering"])
         self.max_grad_norm = options["max_grad_norm"]
@@ -476,10 +479,11 @@ class CompiledOptimizer(Declared, Optimizer):
         self._engine.replace_state(values)
 
     def __repr__(self) -> str:
-        """As torch.optim's, and how the numbers of groups are stored."""
+        """As torch.optim's, and how steps run and the numbers of groups are stored."""
         devices = dict.fromkeys(scalars_device(g["params"]) for g in self.param_groups)
         stored = " and ".join(f"{str(scalar_dtype(d)).removeprefix('torch.')} scalars on {d}" for d in devices)
-        return super().__repr__().replace("(\n", f"(numbers are {stored}\n", 1)
+        lowering = self._engine.step.name if self._engine.step else self._engine.lowering
+        return super().__repr__().replace("(\n", f"({lowering} lowering, numbers are {stored}\n", 1)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
         """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""

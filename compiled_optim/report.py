@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -13,11 +15,12 @@ from torch import Tensor
 
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import cache_directory
-from compiled_optim.memory.layout import local
+from compiled_optim.memory.layout import has_memory, local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
-from compiled_optim.rule.storage import PARTS
+from compiled_optim.rule.storage import MINIMUM, PARTS
 from compiled_optim.step.engine import Engine
+from compiled_optim.step.rule_step import RuleStep
 
 
 @contextlib.contextmanager
@@ -64,6 +67,10 @@ class CompileReport:
         compiled_step: how a function under ``torch.compile`` holds its steps: as ``its own operations`` (inlined), or as an
             operator and why; empty if no function was traced.
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
+        construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
+        advice: what to do about each of ``fallbacks``, or what it costs.
+        moved_steps: in how many steps gradients lay elsewhere than before, mostly since ``zero_grad`` had freed them.
+        is_idle: whether steps were taken, and none changed a parameter.
     """
 
     optimizer: str
@@ -77,6 +84,10 @@ class CompileReport:
     table_refreshes: int
     compiled_step: str
     cache: str
+    construction: float
+    advice: tuple[str, ...]
+    moved_steps: int
+    is_idle: bool
 
     @property
     def recaptures(self) -> int:
@@ -100,30 +111,52 @@ class CompileReport:
 
     @property
     def seconds(self) -> float:
-        """The time spent compiling and loading, with the imports needed for that."""
-        return sum(c.seconds for c in self.compilations)
+        """The time spent compiling and loading, with the imports needed for that, and at construction."""
+        return sum((c.seconds for c in self.compilations), self.construction)
 
     def __str__(self) -> str:
-        lines = [
-            f"{self.optimizer}: {self.lowering} lowering, {self.steps} steps, {self.compiles} compiles "
-            f"({self.seconds:.2f} s; {self.loaded} loaded from the cache), {self.recompiles} recompiles, "
-            f"{self.table_refreshes} table refreshes"
-        ]
-        if self.captures:
-            lines.append(f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays")
-        for kernel in self.kernels:
-            made = [c for c in self.compilations if c.kernel == kernel]
-            how = "loaded" if all(c.loaded for c in made) else "compiled"
-            spent = f": {how} in {sum(c.seconds for c in made):.3f} s" if made else ""  # else the process had it already
-            lines.append(f"  kernel {kernel}{spent}")
-        lines += [f"  recompiled: {c.cause}" for c in self.compilations if c.cause]
-        lines += [f"  captured again: {cause}" for cause in self.captures if cause]
-        lines += [f"  fallback: {reason}" for reason in self.fallbacks]
-        if self.compiled_step:
-            lines.append(f"  compiled code holds {self.compiled_step}")
-        if self.kernels:
-            lines.append(f"  compiled C++ is kept in {self.cache}")
-        return "\n".join(lines)
+        verdicts = {
+            "Nothing was updated: see below.": self.is_idle,
+            "Slower than it could be: see below.": bool(self.fallbacks),
+            "Compiled again after the first step: see below.": bool(self.recompiles),
+            "Captured again: see below.": bool(self.recaptures),
+            "Nothing is compiled: steps are plain torch operations.": self.lowering == "eager",
+            "The first step will compile.": not (self.steps or self.kernels or self.compiled_step),
+            "Good: all is compiled, and nothing was compiled again.": True,
+        }
+        verdict = next(said for said, holds in verdicts.items() if holds)
+        counts = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
+        made = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+        moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
+        lines = {
+            f"{self.optimizer}: {self.lowering} lowering, {self.steps} step{'s' * (self.steps != 1)}. {verdict}": True,
+            "  no parameter ever had a gradient (call loss.backward() first), or all steps were skipped": self.is_idle,
+            f"  {self.construction:.2f} s of compiling at construction": self.construction >= 0.1,
+            f"  kernels: {made} in {self.seconds - self.construction:.2f} s": bool(made),
+            **{f"  {self._origin(kernel)}: {kernel}": True for kernel in self.kernels},
+            **_causes("recompiled", (c.cause for c in self.compilations)),
+            f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays": bool(self.captures),
+            **_causes("captured again", self.captures),
+            "    to find the line of your code that causes it, run the loop under `with co.no_recompiles():`": bool(
+                self.recompiles or self.recaptures
+            ),
+            **{f"  slower: {reason}; {advice}": True for reason, advice in zip(self.fallbacks, self.advice, strict=True)},
+            f"  {moved}: one small copy of addresses each; nothing to do": self.moved_steps > 1,
+            f"  compiled code holds {self.compiled_step}": bool(self.compiled_step),
+            f"  compiled C++ is kept in {self.cache}": bool(self.kernels),
+        }
+        fill = functools.partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
+        return "\n".join(fill(line, subsequent_indent=" " * 6) for line, is_said in lines.items() if is_said)
+
+    def _origin(self, kernel: str) -> str:
+        own = [c for c in self.compilations if c.kernel == kernel]
+        how = "loaded" if all(c.loaded for c in own) else "compiled"
+        return f"{how} in {sum(c.seconds for c in own):.2f} s" if own else "the process had already"
+
+
+def _causes(what: str, causes: Iterable[str]) -> dict[str, bool]:
+    found = Counter(filter(None, causes)).items()
+    return {f"  {what}: {cause}" + f" ({count} times)" * (count > 1): True for cause, count in found}
 
 
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
@@ -133,7 +166,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         TypeError: ``optimizer`` is not one of this package.
     """
     engine = checked_engine(optimizer, "compile_report")
-    log = engine.log
+    log, known = engine.log, (engine.state.get(param, {}) for param in engine.params)
     return CompileReport(
         type(optimizer).__name__,
         "eager" if engine.step is None else engine.step.name,
@@ -146,7 +179,17 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         log.table_refreshes,
         log.compiled_step,
         str(cache_directory()),
+        log.construction,
+        tuple(log.fallbacks.values()),
+        log.moved_steps,
+        engine.steps > 0 and isinstance(engine.step, RuleStep) and not any(map(_has_begun, known)),
     )
+
+
+def _has_begun(entries: Any) -> bool:
+    """Whether the state of a parameter has a step count that is not 0, as far as can be known."""
+    step = entries.get("step")
+    return isinstance(step, Tensor) and (not has_memory(step) or bool(step != 0))
 
 
 @dataclass(frozen=True)
@@ -189,8 +232,12 @@ class MemoryReport:
         rows = {"weights": self.weights, **self.state, "gradients": self.gradients, "tables": self.tables}
         rows["total"] = self.total
         width = max(map(len, rows))
-        lines = [f"{self.optimizer}: {self.per_parameter:.2f} bytes for each of {self.elements:,} parameters"]
-        lines += [f"  {name:<{width}} {size / max(self.elements, 1):8.3f} {size:16,} bytes" for name, size in rows.items()]
+        if is_small := self.elements < MINIMUM:  # bytes for each of few are many, and tell nothing about more
+            lines = [f"{self.optimizer}: small model, {self.total:,} bytes in all for {self.elements:,} parameters"]
+        else:
+            lines = [f"{self.optimizer}: {self.per_parameter:.2f} bytes for each of {self.elements:,} parameters"]
+        each = {name: "" if is_small else f"{size / self.elements:8.3f} " for name, size in rows.items()}
+        lines += [f"  {name:<{width}} {each[name]}{size:16,} bytes" for name, size in rows.items()]
         return "\n".join(lines)
 
 

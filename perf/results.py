@@ -115,7 +115,7 @@ def show(rows: Sequence[Row], title: str) -> None:
             **{name: getattr(r, name) for name in ("workload", "optimizer", "competitor", "metric")},
             **{name: f"{getattr(r, name):.4g}" if r.n else "" for name in ("p20", "p50", "p80")},
             "unit": r.unit,
-            "ours / it": "" if r.ratio is None else f"{r.ratio:.3f}",
+            "ours / it": "" if r.ratio is None else f"{r.ratio:.3f}{_in_words(r)}",
             "n": r.n,
         }
         for r in rows
@@ -124,6 +124,13 @@ def show(rows: Sequence[Row], title: str) -> None:
     for name in dict.fromkeys(r.competitor for r in rows):
         if name in PEERS and PEERS[name].note:
             print(f"{name}: {PEERS[name].note}")
+
+
+def _in_words(row: Row) -> str:
+    """What a ratio of times means."""
+    if not row.ratio or row.unit not in ("s", "ms", "us") or 0.95 < row.ratio < 1.05:
+        return ""
+    return f", ours is {max(row.ratio, 1 / row.ratio):.1f}x {'faster' if row.ratio < 1 else 'slower'}"
 
 
 def show_table(table: pd.DataFrame, title: str) -> None:

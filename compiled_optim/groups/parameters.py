@@ -39,7 +39,7 @@ def advising() -> Iterator[None]:
         yield
     except (TypeError, ValueError, AttributeError) as error:
         if len(error.args) == 1 and re.search(r"param_groups\[\d+\]\['params'\]\[\d+\]", str(error)):
-            error.args = (f"{error}; made from model.named_parameters(), the optimizer would tell names",)
+            error.args = (f"{error}; pass model.named_parameters() to get names",)
         raise
 
 

@@ -4,7 +4,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 
 
-class Adagrad(CompiledOptimizer, decays="gradient"):
+class Adagrad(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     """Adagrad: steps over the root of the sum of squared gradients (Duchi et al., JMLR 12, 2011, Figure 1).
 
     Differs from torch.optim.Adagrad: gradients must be dense, and a group may set ``initial_accumulator_value``.

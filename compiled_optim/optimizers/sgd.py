@@ -7,7 +7,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Accumulation, Number, buffer, hyper, product, static, where
 
 
-class SGD(CompiledOptimizer, decays="gradient"):
+class SGD(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     """Stochastic gradient descent with momentum (Sutskever et al., ICML 2013), in torch.optim.SGD's form.
 
     The first step ignores ``dampening``, as in torch.optim. Differs from torch.optim.SGD: gradients must be dense, and the

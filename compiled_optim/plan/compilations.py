@@ -35,10 +35,12 @@ class KernelKey:
     dtypes: tuple[torch.dtype, ...]  # of the real numbers of parameter, gradient and buffers
 
     def __str__(self) -> str:
-        choices = "".join(f", {name}={value}" for name, value in self.statics)
+        others = {static.name for static in self.rule.statics if not static.init}
+        choices = "".join(f", {n}={value}" for n, value in self.statics if n not in others and value not in (False, None))
         param, grad, *buffers = map(_name, self.dtypes)
         state = ", ".join(sorted(set(buffers))) or "none"
-        return f"{self.rule.name}[{self.arrangement}] param {param}, grad {grad}, state {state} on {self.device}{choices}"
+        dtypes = param if {grad, *buffers} == {param} else f"param {param}, grad {grad}, state {state}"
+        return f"{self.rule.name}[{self.arrangement}] {dtypes} on {self.device}{choices}"
 
     @property
     def updates(self) -> bool:
@@ -140,6 +142,9 @@ class CompilationLog:
     captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one; a compiler's too
     replays: int = 0
     table_refreshes: int = 0
+    has_moved: bool = False  # whether gradients lie elsewhere than in the last step
+    moved_steps: int = 0  # how many steps began like that
+    construction: float = 0.0  # seconds that compiling or loading took in the constructor
     compiled_step: str = ""  # what traced code holds
     keys: dict[tuple[str, bool], KernelKey] = field(default_factory=dict)  # by parameter, and whether the kernel updates it
 

@@ -197,7 +197,7 @@ class Hyper(Field):
         if value is None and self.optional(index):
             return math.nan
         if isinstance(value, Tensor):
-            if value.numel() == 1 and not value.is_complex():
+            if value.numel() == 1 and not (value.is_complex() or value.is_meta):
                 return value
         elif is_number := not isinstance(value, (str, bytes)) and hasattr(value, "__float__"):
             with contextlib.suppress(TypeError, ValueError, OverflowError):
@@ -208,6 +208,8 @@ class Hyper(Field):
         if not isinstance(value, Tensor):
             wanted = "a single number" if is_number else "a number or a 1-element tensor"
             raise (ValueError if is_number else TypeError)(f"{placed} must be {wanted}, got {value!r}")
+        if value.is_meta:
+            raise ValueError(f"{placed} must have a value, got a tensor on the meta device")
         if value.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)} for {placed}")
         raise TypeError(f"{placed} must be real, got a {value.dtype} tensor")

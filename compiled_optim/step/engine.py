@@ -583,6 +583,9 @@ class Engine:
         if not step.is_recorded:
             self.steps += counts
             self.log.has_stepped = True
+            if counts:
+                self.log.moved_steps += self.log.has_moved
+                self.log.has_moved = False
         step.finish()
 
     def _check_capture(self, step: Step, grads: Gradients) -> None:

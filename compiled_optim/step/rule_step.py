@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -15,6 +16,7 @@ from compiled_optim.lowering.choice import LOWERINGS, Lowering, SquareSums, Tota
 from compiled_optim.lowering.multi_tensor import Capturable, MultiTensorLowering
 from compiled_optim.lowering.torch_ops.eager import EagerLowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
+from compiled_optim.memory import addresses
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.torch_internals import Captures, can_capture, let_stay, outside_inference_mode
 from compiled_optim.plan.clipping import Clipping
@@ -58,6 +60,10 @@ class RuleStep(Step):
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
         self.lowerings = [lower(plan, engine.lowering, self._clipping, self._log, differentiable) for plan in plans]
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
+        started = time.perf_counter()
+        if plans:
+            addresses.reader()  # which the first optimizer of a process compiles
+        self._log.construction += time.perf_counter() - started
         for plan in plans:
             plan.reread(None)
         self._launched: list[Totals | Lowering] = []  # in the order of the plans, since some share memory

@@ -100,7 +100,7 @@ def _reports(lowerings: Sequence[str], workload: Workload, arch: int, repeats: i
 
 
 def _show(reports: Sequence[Report], repeats: int, *, save: bool) -> None:
-    """Print one row per report and one per kernel; append the first to the table of all, with the versions."""
+    """Print one column per report and one row per kernel; append the first to the table of all, with the versions."""
     import pandas as pd
     import triton
 
@@ -113,7 +113,8 @@ def _show(reports: Sequence[Report], repeats: int, *, save: bool) -> None:
     work = reports[0].workload
     tensors = f"{work.tensors} tensors ({work.shapes} shapes), {work.groups} groups"
     title = f"{work.optimizer}, {tensors}, {steps['dtype'][0]}, {reports[0].arch}"
-    results.show_table(steps.drop(columns=[*vars(work), *HIDDEN]), title)
+    shown = steps.drop(columns=[*vars(work), *HIDDEN]).dropna(axis="columns", how="all").set_index("lowering").T
+    results.show_table(shown.rename_axis(columns=None).reset_index(names="one step"), title)  # a terminal is not that wide
     if kernels := [{"lowering": r.lowering, **k._asdict(), **k.resources._asdict()} for r in reports for k in r.kernels]:
         results.show_table(pd.DataFrame(kernels).drop(columns=["resources", "extern", "barriers"]), "Triton kernels")
     if save:

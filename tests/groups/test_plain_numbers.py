@@ -66,6 +66,8 @@ def test_repr_says_once_how_numbers_are_stored() -> None:
     assert shown.count("lr: 0.05\n") == 3
     assert shown.count("betas: (0.9, 0.999)\n") == 3
     assert shown.count("float64") == shown.count("cpu") == 1
+    assert shown.startswith("AdamW (multi_tensor lowering, numbers are float64 scalars on cpu\n")
+    assert repr(co.LBFGS([Parameter(torch.ones(2))])).startswith("LBFGS (eager lowering, ")
 
 
 WRITES: dict[str, Callable[[Any], object]] = {

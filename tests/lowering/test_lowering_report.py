@@ -448,6 +448,14 @@ torch | 2 | 0 | 28.00 | 1 | all | 9
     )
 
 
+def test_the_table_of_steps_fits_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = lower("multi_tensor", Workload("sgd", 2), 90, stand_in=True)
+    command._show([replace(report, lowering=name) for name in command.LOWERINGS], 1, save=False)
+    steps = capsys.readouterr().out.partition("\n\n")[0]
+    assert "launches" in steps
+    assert max(map(len, steps.splitlines())) <= 80
+
+
 def test_mixed_shapes_and_gpt2s_are_those() -> None:
     assert Workload("adamw", 6, shapes="mixed").sizes[3:] == [(768, 768), (64, 64), (4096,)]
     gpt2 = Workload("adamw", 148, shapes="gpt2")

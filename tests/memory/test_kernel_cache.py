@@ -526,7 +526,7 @@ class TestNothingCompiles:
         assert report.compiles == 0
         (fallback,) = report.fallbacks
         assert reason in fallback
-        assert fallback in str(report)
+        assert fallback in " ".join(str(report).split())
 
     @pytest.mark.parametrize("lowering", ["auto", "multi_tensor"])
     @pytest.mark.parametrize("kind", [co.SGD, co.SparseAdam, co.Adafactor], ids=lambda c: c.__name__)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
+import expecttest
 import pytest
 import torch
 from catalog import ruled
@@ -63,6 +65,22 @@ def test_remainders_and_scales_are_listed() -> None:
     assert lines[0] == f"AdamW: {found.per_parameter:.2f} bytes for each of 4,096 parameters"
     assert lines[1].split() == ["weights", "2.000", "8,192", "bytes"]
     assert lines[-1].split()[0] == "total"
+
+
+def test_of_a_small_model_all_bytes_are_told() -> None:
+    found = co.memory_report(co.SGD([Parameter(torch.zeros(8))], momentum=0.9))
+    text = str(dataclasses.replace(found, tables=744))
+    expecttest.assert_expected_inline(
+        text,
+        """\
+SGD: small model, 816 bytes in all for 8 parameters
+  weights                       32 bytes
+  step                           8 bytes
+  momentum_buffer               32 bytes
+  gradients                      0 bytes
+  tables                       744 bytes
+  total                        816 bytes""",
+    )
 
 
 def test_groups_and_absent_gradients_are_added_up() -> None:

@@ -157,6 +157,20 @@ def test_copies_of_functions_have_their_own_code():
     assert inner.__code__ is not theirs.__code__
 
 
+@pytest.mark.parametrize(
+    ("ratio", "unit", "words"),
+    [
+        (0.0265, "us", "0.026, ours is 37.7x faster"),
+        (1.5, "ms", "1.500, ours is 1.5x slower"),
+        (1.0, "s", "1.000 "),
+        (1.5, "GB/s", "1.500 "),
+    ],
+)
+def test_a_ratio_of_times_is_told_in_words(ratio: float, unit: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    results.show([results.Row("step", TINY, "adamw", "torch fused", "step", unit, 1.0, 1.0, 1.0, ratio, 3)], "")
+    assert f" {words}" in capsys.readouterr().out
+
+
 def test_step_appends_well_formed_rows(tmp_path, capsys):
     command = ["step", "--workload", "tiny-10", "--rounds", "4", "--competitors", FUSED, "--results", str(tmp_path)]
     assert main(command) == 0

@@ -36,6 +36,13 @@ def _step_with_sparse_gradients() -> None:
     optimizer.step()
 
 
+def _sparse_gradient_for_sgd() -> None:
+    table = nn.Embedding(4, 2, sparse=True)
+    optimizer = co.SGD([("table", table.weight)])
+    table(torch.tensor([1])).sum().backward()
+    optimizer.step()
+
+
 def _capture_of_batches(first: int, second: int) -> None:
     model, optimizer = _linear()
 
@@ -56,7 +63,7 @@ def _torch_adamw() -> torch.optim.AdamW:
 
 
 LAST_BATCH = "; for a smaller last batch, give the DataLoader drop_last=True or call the function without the runner"
-NAMED = "; made from model.named_parameters(), the optimizer would tell names"
+NAMED = "; pass model.named_parameters() to get names"
 
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "another word for lr": (
@@ -135,6 +142,32 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "AdamW does not support sparse gradients, please consider SparseAdam instead; 'param_groups[0]['params'][1]' has one"
         + NAMED,
     ),
+    "a sparse gradient for SGD": (
+        _sparse_gradient_for_sgd,
+        TypeError,
+        "SGD does not support sparse gradients, please consider SparseAdam instead; 'table' has one",
+    ),
+    "lr without a value": (
+        lambda: _linear(lr=torch.tensor(0.1, device="meta")),
+        ValueError,
+        "the argument lr must have a value, got a tensor on the meta device",
+    ),
+    "a beta of a group without a value": (
+        lambda: co.AdamW([{"params": [nn.Parameter(torch.ones(2))], "betas": (0.9, torch.tensor(0.9, device="meta"))}]),
+        ValueError,
+        "betas[1] of param_groups[0] must have a value, got a tensor on the meta device",
+    ),
+    "both fused and foreach": (
+        lambda: _linear(fused=True, foreach=True),
+        RuntimeError,
+        "`fused` and `foreach` cannot be `True` together.",
+    ),
+    "modules in place of parameters": (
+        lambda: co.AdamW(nn.Linear(2, 2).named_modules()),  # type: ignore[arg-type]
+        TypeError,
+        "optimizer can only optimize Tensors, but one of the params is torch.nn.modules.linear.Linear (''); did you mean "
+        "its parameters()?",
+    ),
     "a runner of torch's optimizer": (
         lambda: co.CUDAGraphRunner(_torch_adamw()),  # type: ignore[arg-type]
         TypeError,
@@ -159,6 +192,12 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         "got a float32 tensor of shape (4, 2) on cpu",
     ),
 }
+
+
+def test_both_flags_are_refused_as_by_torch() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.optim.AdamW([nn.Parameter(torch.ones(2))], fused=True, foreach=True)
+    assert str(caught.value) == MISTAKES["both fused and foreach"][2]
 
 
 @pytest.mark.filterwarnings("ignore:.*uncaptured.*:RuntimeWarning")

@@ -38,6 +38,15 @@ def adamw(model: nn.Module, **kwargs: Any) -> co.AdamW:
     return co.AdamW(model.named_parameters(), lr=0.1, **kwargs)
 
 
+def test_torchs_clipping_finds_no_gradients() -> None:
+    model = layers()
+    optimizer = adamw(model)
+    co.prepare_for_gradient_release(model, optimizer)
+    model(torch.ones(3, 8)).sum().backward()
+    assert nn.utils.clip_grad_norm_(model.parameters(), 1.0) == 0
+    optimizer.step()
+
+
 def released(cap: float | None = 0.0) -> tuple[nn.Sequential, co.AdamW]:
     model = layers()
     optimizer = adamw(model)

@@ -59,7 +59,8 @@ def main() -> None:
     training, legs = Training(len(modes) * steps, device), []
     for mode in modes:
         batches = digits.batches(images, options.epochs, generator)
-        shown = track(batches, mode, steps, console=console, transient=True, disable=not console.is_terminal)
+        said = mode if mode == "eager" else f"{mode} (the first step compiles)"
+        shown = track(batches, said, steps, console=console, transient=True, disable=not console.is_terminal)
         legs.append(training.run(mode, shown))
         training = training.resumed()
     with torch.no_grad():
@@ -70,7 +71,7 @@ def main() -> None:
     title = f"compiled_optim on handwritten digits, {time.perf_counter() - started:.0f} s on {device}"
     table = Table(title=title, show_header=False, title_justify="left")
     table.add_row("test accuracy", f"{accuracy:.2f} % (minimum {options.min_accuracy:g} %)")
-    table.add_row("loss", f"{legs[0].losses[0]:.3f} -> {legs[-1].losses[-1]:.3f}")
+    table.add_row("loss of the first and the last batch", f"{legs[0].losses[0]:.3f} -> {legs[-1].losses[-1]:.3f}")
     table.add_row("resumed by name", f"after steps {', '.join(str(steps * (turn + 1)) for turn in range(len(modes)))}")
     table.add_section()
     table.add_row("training step", "median, first; no recompiles")

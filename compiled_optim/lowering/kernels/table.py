@@ -193,6 +193,7 @@ class GradientPointers:
             self._capture()
         elif not self._is_known:
             self._log.table_refreshes += 1
+            self._log.has_moved = True
             self.pointers = self._own
             if self._device.type != "cpu":
                 _copy(torch.from_numpy(self._host), self.pointers)
