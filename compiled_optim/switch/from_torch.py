@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from compiled_optim.checkpoint.read import described
 from compiled_optim.checkpoint.state_dict import copied
 from compiled_optim.groups.param_group import group_keys
 from compiled_optim.optimizer import CompiledOptimizer
@@ -118,18 +117,15 @@ def _driving(optimizer: Optimizer, schedulers: Iterable[Any] | None) -> list[Any
     listed = [] if schedulers is None else list(schedulers)
     for scheduler in listed:
         if getattr(scheduler, "optimizer", None) is not optimizer:
-            raise ValueError(f"schedulers: the {described(scheduler)[2:]} does not drive it")
+            raise ValueError(f"schedulers: the {type(scheduler).__name__} does not drive it")
     found = [inner for scheduler in listed for inner in _with_inner(scheduler)]
-    if schedulers is None or listed:
-        if _others(optimizer, found):
-            gc.collect()  # a scheduler may refer to itself, and be there without a user
+    if (schedulers is None or listed) and _others(optimizer, found):
+        gc.collect()  # a scheduler may refer to itself, and be there without a user
         if others := _others(optimizer, found):
             inner = [id(each) for other in others for each in [*_with_inner(other)][1:]]
-            names = [type(other).__name__ for other in others if id(other) not in inner]
-            advice = (
-                "list every scheduler in schedulers=[...] to let it drive the new one, or pass schedulers=() to leave all"
-            )
-            raise ValueError(f"it is driven by {' and '.join(names)}: {advice}")
+            names = " and ".join(type(other).__name__ for other in others if id(other) not in inner)
+            advice = "list all in schedulers=[...] to let them drive the new one, or pass schedulers=() to leave them"
+            raise ValueError(f"it is driven by {names}: {advice}")
     return found
 
 
@@ -154,7 +150,9 @@ def _packed(optimizer: Optimizer) -> Packed:
     for group in optimizer.param_groups:
         params = [keys.setdefault(param, len(keys)) for param in group["params"]]
         groups.append({**group, "params": params})
-    state = {keys.get(key, key) if isinstance(key, Tensor) else key: entries for key, entries in optimizer.state.items()}
+    if stale := [key for key in optimizer.state if isinstance(key, Tensor) and key not in keys]:
+        raise ValueError(f"its state has a tensor of shape {tuple(stale[0].shape)} that no group lists: delete it there")
+    state = {keys[key] if isinstance(key, Tensor) else key: entries for key, entries in optimizer.state.items()}
     return {"state": state, "param_groups": [*groups, {**optimizer.defaults, "params": []}]}
 
 
