@@ -36,6 +36,8 @@ FLOORS = [
     {"optimizer", "model"},
     {"optimizers", "release", "report", "state_dicts"},
     {"capture", "explain"},
+    {"convert"},
+    {"command_line"},
     {""},
 ]
 
