@@ -9,9 +9,10 @@ from __future__ import annotations
 import io
 import pickle
 import re
+import warnings
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ _OTHERS = {
 
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if module.partition(".")[0] == "pathlib":  # where it was saved, perhaps on another system
+            return PurePosixPath
         is_known = module == described.__name__ and isinstance(vars(described).get(name), type)
         if not is_known and (module, name) not in _OTHERS:
             raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}")
@@ -124,7 +127,7 @@ def _entries(path: Path, key: str | None, scratch: Path | None) -> list[tuple[st
     values: dict[str, Any] = {}
     for batch in [[name for name in names if sizes[name] < _FEW], *([name] for name in names if sizes[name] >= _FEW)]:
         targets = {name: _blank(described_as[name]) for name in batch}
-        load(targets, storage_reader=reader, planner=_Planner(flatten_state_dict=False), no_dist=True)
+        load(targets, storage_reader=reader, planner=_Planner(False, False), no_dist=True)
         values |= {name: keep(value) if sizes[name] >= _FEW else value for name, value in targets.items()}
     nested = reader.metadata.planner_data or {}
     return [
@@ -172,6 +175,8 @@ def writers(content: dict[str, Any], path: Path) -> Writers:
 
 def _save(content: dict[str, Any], path: Path) -> None:
     try:
-        save(content, storage_writer=FileSystemWriter(path), no_dist=True)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # said of no_dist too
+            save(content, storage_writer=FileSystemWriter(path), no_dist=True)
     except CheckpointException as error:
         raise OSError(reason(Exception(next(iter(error.failures.values()))[0]))) from error
