@@ -6,11 +6,12 @@ A flat key is ``state.NAME.ENTRY`` or ``param_groups.NAME.OPTION``. Both layouts
 
 from __future__ import annotations
 
+import contextlib
 import io
 import pickle
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -85,7 +86,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
     """
     try:
         entries = _entries(path, key, scratch)
-    except (OSError, MemoryError):
+    except OSError:
         raise
     except (Exception, CheckpointException) as error:  # whatever a parser meets in arbitrary bytes
         failure = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
@@ -127,7 +128,8 @@ def _entries(path: Path, key: str | None, scratch: Path | None) -> list[tuple[st
     values: dict[str, Any] = {}
     for batch in [[name for name in names if sizes[name] < _FEW], *([name] for name in names if sizes[name] >= _FEW)]:
         targets = {name: _blank(described_as[name]) for name in batch}
-        load(targets, storage_reader=reader, planner=_Planner(False, False), no_dist=True)
+        with _alone():
+            load(targets, storage_reader=reader, planner=_Planner(False, False), no_dist=True)
         values |= {name: keep(value) if sizes[name] >= _FEW else value for name, value in targets.items()}
     nested = reader.metadata.planner_data or {}
     return [
@@ -173,10 +175,17 @@ def writers(content: dict[str, Any], path: Path) -> Writers:
     return {path: partial(_save, content)}
 
 
+@contextlib.contextmanager
+def _alone() -> Iterator[None]:
+    """No warning that there is one process, which torch gives for ``no_dist`` too."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
+
+
 def _save(content: dict[str, Any], path: Path) -> None:
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # said of no_dist too
+        with _alone():
             save(content, storage_writer=FileSystemWriter(path), no_dist=True)
     except CheckpointException as error:
         raise OSError(reason(Exception(next(iter(error.failures.values()))[0]))) from error
