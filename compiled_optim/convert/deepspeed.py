@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_optim.convert import torch_files
+from compiled_optim.convert.forms import UNORDERED
 
 _GROUPS, _MODEL = "optimizer_state.pt", "mp_rank_00_model_states.pt"
 _WEIGHTS = "fp32"  # which for us are the float32 copies of parameters in fewer bits
@@ -19,7 +20,8 @@ def matches(path: Path) -> bool:
 
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dict[str, Any]:
-    """The state dict in a universal checkpoint. One with several groups needs the model's file, for their names.
+    """The state dict in a universal checkpoint. The model's file beside has the order of the parameters and, where there are
+    several groups, which is in which.
 
     Raises:
         OSError: a file cannot be read.
@@ -36,15 +38,13 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         is_step = file.stem == "step"
         entry = "master_param" if file.stem == _WEIGHTS else file.stem
         state[file.parent.name][entry] = value if is_step else _tensor(value, file)
-    listed = [names]
-    if len(groups) != 1:
-        model = folder.parent / _MODEL
-        shapes = _list(torch_files.read(model, scratch=scratch), "param_shapes", model)
-        listed = [[*shape] for shape in shapes]
-        if len(listed) != len(groups) or sorted(name for group in listed for name in group) != names:
-            raise ValueError(f"{model} has other parameters or groups than {folder}")
-    groups = [{**group, "params": params} for group, params in zip(groups, listed, strict=True)]
-    return {"state": state, "param_groups": groups}
+    model = folder.parent / _MODEL
+    if len(groups) == 1 and not model.exists():
+        return {"state": state, "param_groups": [{**groups[0], "params": names}], UNORDERED: True}
+    listed = [[*shapes] for shapes in _list(torch_files.read(model, scratch=scratch), "param_shapes", model)]
+    if len(listed) != len(groups) or sorted(name for group in listed for name in group) != names:
+        raise ValueError(f"{model} has other parameters or groups than {folder}")
+    return {"state": state, "param_groups": [{**g, "params": params} for g, params in zip(groups, listed, strict=True)]}
 
 
 def _list(content: Any, key: str, path: Path) -> list[Any]:

@@ -1,7 +1,8 @@
 """Folders of torch.distributed.checkpoint, in the layouts of torch: nested, or flat with names in the keys.
 
 A flat key is ``state.NAME.ENTRY`` or ``param_groups.NAME.OPTION``. Both layouts may have a prefix: that of torchtitan is
-``optimizer``. The pickled metadata of a folder makes only what describes tensors.
+``optimizer``. Several processes write flat keys in any order, so ours are written with ``order``, the list of names. The
+pickled metadata of a folder makes only what describes tensors.
 """
 
 from __future__ import annotations
@@ -26,12 +27,12 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from compiled_optim.checkpoint.read import named, refuse_foreign
-from compiled_optim.convert.forms import with_steps
+from compiled_optim.convert.forms import UNORDERED, with_steps
 from compiled_optim.convert.quantized import WRAPPER
 from compiled_optim.convert.torch_files import reason
 from compiled_optim.convert.whole import Keep, Writers, keeper
 
-_PLACE = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases)(?:\.(.*))?", re.DOTALL)
+_PLACE = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases|order)(?:\.(.*))?", re.DOTALL)
 _FEW = 1 << 20  # bytes; smaller entries are read together
 _OTHERS = {
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
@@ -109,7 +110,9 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
     if lists:
         result["param_groups"] = [lists[i] for i in sorted(lists)]
     elif flat:
-        result["param_groups"] = _grouped(flat)
+        order = result.pop("order", None)
+        result[UNORDERED] = not isinstance(order, list) or {*order} != {*flat}
+        result["param_groups"] = _grouped(flat if result[UNORDERED] else {name: flat[name] for name in order})
     params = {str(param): param for group in result["param_groups"] for param in group["params"]}
     return {**result, "state": {params.get(param, param): entries for param, entries in result["state"].items()}}
 
@@ -164,8 +167,8 @@ def content_of(state_dict: dict[str, Any], keep: Keep) -> dict[str, Any]:
     flat = {f"state.{name}.{key}": value for name, entries in saved["state"].items() for key, value in entries.items()}
     for group in saved["param_groups"]:
         flat |= {f"param_groups.{name}.{key}": group[key] for name in group["params"] for key in group if key != "params"}
-    aliases = {"aliases": saved["aliases"]} if saved.get("aliases") else {}
-    return {"optimizer": {**flat, **aliases}}
+    order = [] if saved.get(UNORDERED) else [name for group in saved["param_groups"] for name in group["params"]]
+    return {"optimizer": {**flat, "order": order, **({"aliases": saved["aliases"]} if saved.get("aliases") else {})}}
 
 
 def writers(content: dict[str, Any], path: Path) -> Writers:

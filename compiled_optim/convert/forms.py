@@ -25,6 +25,9 @@ _DTYPES = {
 }
 _MAX_DEPTH = 8
 
+UNORDERED = "unordered"
+"""The entry of a state dict whose parameters are perhaps not listed in the model's order."""
+
 _LISTED = ("params", "param_names")
 _SCHEDULED = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
 _WITHOUT_EFFECT = {
@@ -122,9 +125,14 @@ def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """The indexed form of ``state_dict``, with ``param_names`` where there are names; shares its tensors.
 
     Raises:
-        ValueError: it is no state dict.
+        ValueError: it is no state dict, or the order of its parameters, by which others would match them, is not known.
     """
     check(state_dict)
+    if state_dict.get(UNORDERED):
+        raise ValueError(
+            "the order of the parameters is not in the checkpoint, only their names: convert it to 'named', 'safetensors' "
+            "or 'dcp'; load_named_state_dict takes the named one, and the optimizer's state_dict() then has the order"
+        )
     index: dict[Any, int] = {}
     for group in state_dict["param_groups"]:
         for param in group["params"]:

@@ -133,7 +133,7 @@ def _without_marks(group: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _decoded_entries(keep: Keep, entries: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    result = {"step": 1.0}  # which FlashLion does not count, and nothing in Lion goes by
+    result: dict[str, Any] = {"step": 1.0}  # which FlashLion does not count, and nothing in Lion goes by
     for key, value in entries.items():
         name, _, kind = key.partition("::")
         if kind == "quantized":

@@ -230,6 +230,18 @@ def test_training_of_deepspeed_goes_on(dtype: torch.dtype, groups: int, tmp_path
     assert _distance(model, twin) == 0
 
 
+def test_deepspeed_has_its_order_in_the_model_s_file(tmp_path: Path) -> None:
+    saved = _saved()
+    saved["param_groups"] = [{**saved["param_groups"][0], "params": list(NAMES)}]
+    _save_universal(tmp_path / "in", saved, {name: torch.ones(3) for name in NAMES})
+    assert read(tmp_path / "in")["param_groups"][0]["params"] == list(NAMES)
+    (tmp_path / "in" / "mp_rank_00_model_states.pt").unlink()
+    convert(tmp_path / "in", tmp_path / "a.safetensors", "safetensors")
+    for source in ("in", "a.safetensors"):
+        with pytest.raises(ValueError, match="the order of the parameters is not in the checkpoint"):
+            convert(tmp_path / source, tmp_path / "out.pt", "fused")
+
+
 def _assert_equal(found: Any, expected: Any) -> None:
     """The same values of the same types, tensors bit for bit."""
     if isinstance(expected, Tensor):
@@ -312,7 +324,17 @@ def test_folders_of_torch(layout: str, tmp_path: Path) -> None:
         "ours": lambda: {"o": co.named_state_dict(optimizer)},
     }[layout]()
     save({**saved, "model": {"state": model.state_dict()}}, storage_writer=FileSystemWriter(tmp_path / "in"))
-    assert convert(tmp_path / "in", tmp_path / "out.pt", "torch") == ("dcp", 4, 1)
+    if layout in ("flat", "top"):
+        convert(tmp_path / "in", tmp_path / "named.pt", "named")
+        for source in ("in", "named.pt"):
+            with pytest.raises(ValueError, match="the order of the parameters is not in the checkpoint"):
+                convert(tmp_path / source, tmp_path / "out.pt", "torch")
+        twin = co.AdamW(copy.deepcopy(model).named_parameters(), lr=1.0)
+        co.load_named_state_dict(twin, torch.load(tmp_path / "named.pt"))
+        torch.save(twin.state_dict(), tmp_path / "in.pt")
+        assert convert(tmp_path / "in.pt", tmp_path / "out.pt", "torch").form == "torch"
+    else:
+        assert convert(tmp_path / "in", tmp_path / "out.pt", "torch") == ("dcp", 4, 1)
     found, expected = torch.load(tmp_path / "out.pt"), optimizer.state_dict()
     for i in range(4):
         for key in ("step", "exp_avg", "exp_avg_sq"):
