@@ -524,8 +524,9 @@ def _attempt(action: Callable[[], Any], *directories: Path) -> Any:
 def _outcome(path: Path, out: Path, form: str) -> str:
     """Whether a conversion ended in "read", "written" or none of them; what is written can be read."""
     saved = _attempt(lambda: files.read(path), path.parent, out.parent)
-    mapped = _attempt(lambda: files.convert(path, out, form), path.parent, out.parent)  # while it is mapped, not read
-    assert isinstance(mapped, str) or not isinstance(saved, str)
+    mapped = _attempt(lambda: files.convert(path, out, form), path.parent, out.parent)
+    # A record whose checksum was made right for another size is only noticed where it is read, not where it is mapped.
+    assert isinstance(mapped, str) or not isinstance(saved, str) or "record size" in saved
     if isinstance(saved, str):
         return "unread"
     if _attempt(lambda: files.write(saved, out, form), path.parent, out.parent):
