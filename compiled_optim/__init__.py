@@ -2,6 +2,8 @@
 
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
+    command_line/        the commands of compiled-optim
+    convert/             files of optimizer state in the forms of other packages, converted without the model
     switch/              optimizers by name; the optimizer of another library in the middle of training, continued
     capture/             training steps as CUDA graphs
     explain.py           which rule updates each parameter, with which numbers, and why
