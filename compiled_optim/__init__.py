@@ -2,6 +2,9 @@
 
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
+    __main__.py          ``python -m compiled_optim``
+    command_line/        its commands, a module each
+    simulated/           a step on a GPU that is not there: kernels, launches, registers
     capture/             training steps as CUDA graphs
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models

@@ -35,7 +35,9 @@ FLOORS = [
     {"step"},
     {"optimizer", "model"},
     {"optimizers", "release", "report", "state_dicts"},
-    {"capture", "explain"},
+    {"capture", "explain", "simulated"},
+    {"command_line"},
+    {"__main__"},
     {""},
 ]
 
