@@ -6,6 +6,7 @@ The parts are floors of a house: a module imports only from its own floor and fr
     command_line/        its commands, a module each
     simulated/           a step on a GPU that is not there: kernels, launches, registers
     capture/             training steps as CUDA graphs
+    catalogue.py         optimizers by name: create, list_optimizers, optimizer_info
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
@@ -29,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
+from compiled_optim.catalogue import OptimizerInfo, create, list_optimizers, optimizer_info
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
 from compiled_optim.model import param_groups, to_low_precision
@@ -99,6 +101,7 @@ __all__ = [
     "NAdam",
     "NorMuon",
     "NumericsReport",
+    "OptimizerInfo",
     "Prodigy",
     "RAdam",
     "RMSprop",
@@ -108,8 +111,10 @@ __all__ = [
     "SparseAdam",
     "StableAdamW",
     "compile_report",
+    "create",
     "explain",
     "full_precision_state_dict",
+    "list_optimizers",
     "load_full_precision_state_dict",
     "load_named_state_dict",
     "memory_report",
@@ -117,6 +122,7 @@ __all__ = [
     "named_state_dict",
     "no_recompiles",
     "optimi_state_dict",
+    "optimizer_info",
     "param_groups",
     "prepare_for_gradient_release",
     "remove_gradient_release",
