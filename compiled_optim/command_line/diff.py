@@ -50,9 +50,8 @@ def run(options: argparse.Namespace) -> int:
 def _names(a: str, b: str) -> dict[str, Any]:
     first, second = map(_defaults, (a, b))
     both = [name for name in first if name in second]
-    differing = {name: [first[name], second[name]] for name in both if first[name] != second[name]}
     return {
-        "defaults": differing,
+        "defaults": {name: [first[name], second[name]] for name in both if first[name] != second[name]},
         "only_a": {name: value for name, value in first.items() if name not in second},
         "only_b": {name: value for name, value in second.items() if name not in first},
     }
@@ -81,8 +80,8 @@ def _drawn_names(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
         if records[key]:
             listed = ", ".join(f"{argument}={value}" for argument, value in records[key].items())
             yield Text.assemble((f"only {name}: ", f"bold {style}"), listed)
-    if not any(records.values()):
-        yield Text("equal arguments and defaults", style="green")
+    if not records["defaults"]:
+        yield Text("equal defaults of all arguments that both have", style="green")
 
 
 def _files(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
@@ -146,7 +145,7 @@ def _drawn_files(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
         f"only {name} has {', '.join(records[key])}" for name, key in ((a, "only_a"), (b, "only_b")) if records[key]
     )
     if records["state"]:
-        rows = [(r["name"], r["state"], r["what"], None if r["max"] is None else f"{r['max']:.3g}") for r in records["state"]]
+        rows = [(r["name"], r["state"], r["what"], r["max"]) for r in records["state"]]
         yield table({"parameter": "bold cyan", "state": "", "differs in": "", "largest difference": ">"}, rows)
     if not any(records.values()):
         yield Text("equal groups, names and state", style="green")

@@ -26,6 +26,7 @@ from compiled_optim.command_line.parts.checkpoints import (
 from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
 
 _NO_AVERAGES = {"master_param", "remainder", "kahan_comp"}  # parts of the weight itself
+_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
 _FEW = 3  # names that a message lists
 
 
@@ -103,16 +104,22 @@ def _drawn(path: Path, groups: list[Any], records: list[Any], found: Mapping[str
     yield groups_table(groups)
     rows: list[tuple[Any, ...]] = []
     for r in records:
-        first = (r["name"], shape(r["shape"]), None if r["step"] is None else int(r["step"]))
+        first: tuple[str, str, int | None] = (r["name"], shape(r["shape"]), None if r["step"] is None else int(r["step"]))
         for key, entry in r["state"].items() or [("no state", {})]:
             ranges = [entry.get(number) for number in ("min", "max", "mean_abs")]
             style = "red" if entry.get("non_finite") else ""
-            rows.append((*first, Text(key, style=style), entry.get("dtype"), *(None if n is None else f"{n:.2g}" for n in ranges)))
-            first = (None, None, None)
-    columns = {"parameter": "bold cyan", "shape": "", "step": ">", "state": "", "dtype": "dim"}
+            shown = ("" if n is None else f"{n:.1e}" if n else "0" for n in ranges)
+            dtype = _SHORT.get(entry.get("dtype", ""), entry.get("dtype"))
+            rows.append((*first, Text(key, style=style), dtype, *shown))
+            first = ("", "", None)
+    columns = {"parameter": "bold cyan", "shape": ".", "step": ">", "state": ".", "dtype": ".dim"}
     yield table({**columns, "min": ">", "max": ">", "mean |x|": ">"}, rows)
-    listed = {what: ", ".join(names[:_FEW]) + f" and {len(names) - _FEW:,} more" * (len(names) > _FEW) for what, names in found.items()}
-    yield from findings((f"{len(found[what])} {what}: {names}" for what, names in listed.items()), "nothing is wrong in it")
+    yield from findings((f"{what}: {_first(names)}" for what, names in found.items()), "nothing is wrong in it")
+
+
+def _first(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW:,} more" if len(names) > _FEW else "")
 
 
 def groups_table(groups: list[dict[str, Any]]) -> Any:

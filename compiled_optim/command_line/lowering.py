@@ -107,7 +107,7 @@ def _drawn(found: SimulatedStep, records: dict[str, Any]) -> Iterator[Any]:
     ]
     yield table({"": "bold", " ": ">cyan", "  ": "dim"}, rows)
     if found.kernels:
-        rows = [
+        kernels = [
             (
                 k.name,
                 k.launches,
@@ -119,8 +119,8 @@ def _drawn(found: SimulatedStep, records: dict[str, Any]) -> Iterator[Any]:
             )
             for k in found.kernels
         ]
-        columns = {"kernel": ".bold", "launches": ">", "bytes": ">", "registers": ">", "spills": ">", "shared": ">", "loads": ""}
+        columns = dict.fromkeys(("launches", "bytes", "registers", "spills", "shared"), ">")
         caption = "Bytes for each parameter. Registers of a thread. Spills in bytes. --source prints the kernels."
-        yield table(columns, rows, title="Triton kernels", caption=caption)
+        yield table({"kernel": ".bold", **columns, "accesses": ""}, kernels, title="Triton kernels", caption=caption)
     elif found.sources:
         yield Text(f"C++ kernels: {len(found.sources)}; --source prints them.", style="dim")

@@ -23,9 +23,11 @@ from compiled_optim.command_line.parts.expressions import call, created, optimiz
 from compiled_optim.command_line.parts.output import needed, show, table, text
 
 _LENGTHS = ("total_steps", "total_iters", "T_max", "T_0")  # arguments that say how many steps a scheduler takes
-_COLOURS = {"lr": "cyan", "weight_decay": "orange"}
+_COLOURS = {"lr": "cyan", "weight_decay": "yellow"}
 _SIZE = (100, 14)  # the most columns of a picture, and its rows
 _MOST = 10**6
+_APART = {"LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler"}  # bases, and what + and * are for
+_APART |= {"LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"}  # of functions, and of losses
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -91,9 +93,8 @@ def _made(node: ast.AST, optimizer: torch.optim.Optimizer, source: str) -> LRSch
         node = node.value
     name, positional, named = call(node, source)
     known = {n: kind for n, kind in vars(lr_scheduler).items() if isinstance(kind, type) and issubclass(kind, LRScheduler)}
-    apart = {"LRScheduler", "_LRScheduler", "SequentialLR", "ChainedScheduler", "LambdaLR", "MultiplicativeLR", "ReduceLROnPlateau"}
-    if name not in known or name in apart:
-        raise ValueError(f"{name!r} is no scheduler that can be drawn; there are {', '.join(sorted({*known} - apart))}")
+    if name not in known or name in _APART:
+        raise ValueError(f"{name!r} is no scheduler that can be drawn; there are {', '.join(sorted({*known} - _APART))}")
     made: LRScheduler = known[name](optimizer, *positional, **named)
     return made
 
@@ -128,7 +129,9 @@ def _drawn(records: dict[str, Any], png: Path | None) -> Iterator[Any]:
 
     yield Text(f"{records['schedule']}  {records['steps']:,} steps of {records['optimizer']}", style="bold")
     for name, values in records["curves"].items():
-        yield Text.from_ansi(_picture(name, values))
+        drawn = Text.from_ansi(_picture(name, values))
+        drawn.highlight_regex("[\u2801-\u28ff]+", _COLOURS.get(name, "magenta"))
+        yield drawn
     rows = []
     for name, values in records["curves"].items():
         peak, low = max(values), min(values)
@@ -151,6 +154,11 @@ def _picture(name: str, values: Sequence[float]) -> str:
     figure.plot_size(columns - 1, _SIZE[1])
     figure.title(name)
     figure.draw(figure.signal(list(range(len(values))), list(values), marker="braille"))
+    low, high, last = min(values), max(values), len(values) - 1
+    places = [low + (high - low) * i / 4 for i in range(5)] if low < high else [low]
+    figure.ruler("y").ticks(places, [f"{place:.3g}" for place in places])
+    at = sorted({last * i // 5 for i in range(6)})
+    figure.ruler("x").ticks(at, [f"{place:,}" for place in at])
     return str(figure.build())
 
 

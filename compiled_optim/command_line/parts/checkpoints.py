@@ -49,7 +49,7 @@ def is_state(content: Any) -> bool:
     return isinstance(content, Mapping) and all(isinstance(content.get(key), kind) for key, kind in _PARTS.items())
 
 
-_PARTS = {"state": Mapping, "param_groups": (list, tuple)}
+_PARTS: dict[str, Any] = {"state": Mapping, "param_groups": (list, tuple)}
 
 
 def _read_torch(path: Path) -> Any:

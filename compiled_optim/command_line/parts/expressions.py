@@ -17,17 +17,15 @@ def call(node: ast.AST, source: str) -> tuple[str, list[Any], dict[str, Any]]:
     Raises:
         ValueError: it is something else; the message quotes ``source``.
     """
-    arguments: list[ast.expr] = []
-    keywords: list[ast.keyword] = []
-    if isinstance(node, ast.Call):
-        node, arguments, keywords = node.func, node.args, node.keywords
-    named = node
+    made = node if isinstance(node, ast.Call) else None
+    named = name = node if made is None else made.func
+    arguments, keywords = ([], []) if made is None else (made.args, made.keywords)
     while isinstance(named, ast.Attribute):
         named = named.value
     if not isinstance(named, ast.Name) or any(keyword.arg is None for keyword in keywords):
         raise ValueError(f"{source!r} is no name with arguments, such as StepLR(step_size=30)")
     values = [_literal(argument) for argument in arguments]
-    return ast.unparse(node), values, {str(keyword.arg): _literal(keyword.value) for keyword in keywords}
+    return ast.unparse(name), values, {str(keyword.arg): _literal(keyword.value) for keyword in keywords}
 
 
 def parsed(source: str) -> ast.expr:

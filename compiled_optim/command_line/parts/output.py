@@ -48,12 +48,14 @@ def _plain(value: Any) -> Any:
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: str = "", caption: str = "") -> Any:
-    """A table without empty columns. Each has a style: ``>`` to the right, ``.`` in one line, ``~`` cut to fit, or colours."""
+    """A table without empty columns. Styles: ``>`` to the right, ``.`` in one line, ``~`` cut to fit, or a colour."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    cells = [[cell if isinstance(cell, Text) else Text(text(cell)) for cell in row] for row in rows]  # brackets are no markup
+    cells = [
+        [cell if isinstance(cell, Text) else Text(text(cell)) for cell in row] for row in rows
+    ]  # brackets are no markup
     filled = [i for i in range(len(columns)) if not cells or any(row[i].plain for row in cells)]
     made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
     made.expand, made.show_header = any("~" in style for style in columns.values()), any(map(str.strip, columns))
