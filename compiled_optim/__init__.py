@@ -3,7 +3,8 @@
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     __main__.py          ``python -m compiled_optim``
-    command_line/        its commands, a module each
+    command_line/        the commands of compiled-optim, a module each
+    convert/             files of optimizer state in the forms of other packages, converted without the model
     simulated/           a step on a GPU that is not there: kernels, launches, registers
     capture/             training steps as CUDA graphs
     catalogue.py         optimizers by name: create, list_optimizers, optimizer_info

@@ -38,10 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modules = {name: importlib.import_module(f"{__name__}.{name}") for name in commands()}
     for name, module in modules.items():
         text = (module.__doc__ or "").strip()
-        formatter = argparse.RawDescriptionHelpFormatter
         own = subparsers.add_parser(
-            name, help=text.partition("\n")[0], description=text, epilog=_EPILOG, formatter_class=formatter
-        )
+            name, help=text.partition("\n")[0], description=text, epilog=_EPILOG, conflict_handler="resolve"
+        )  # a command that also works alone may declare --json itself
         module.arguments(own)
         own.add_argument("--json", action="store_true", help="print records as JSON, and nothing else")
         own.add_argument("--traceback", action="store_true", help="show where an error comes from")

@@ -1,6 +1,6 @@
 """Compare two optimizers' defaults, or two checkpoints.
 
-A and B are names of optimizers, or files of state. "torch.adamw" is torch.optim's AdamW: "diff torch.adamw adamw" tells what
+A and B are names of optimizers, or checkpoints. "torch.adamw" is torch.optim's AdamW: "diff torch.adamw adamw" tells what
 changes when you switch. Of checkpoints it compares the groups' numbers, names, dtypes, shapes, step counts and state.
 """
 
@@ -32,7 +32,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show what differs; 1 if something does."""
     paths = [Path(name) for name in (options.a, options.b)]
-    are_files = [path.is_file() for path in paths]
+    are_files = [path.exists() for path in paths]
     if any(are_files) and not all(are_files):
         raise ValueError(f"{paths[are_files.index(False)]} is no file, and {paths[are_files.index(True)]} is one")
     if any(len(path.parts) > 1 for path in paths) and not all(are_files):

@@ -2,7 +2,7 @@
 
 MODEL is "package.module:name" of a module or of what makes one, with plain arguments if it takes some, such as
 "torch.nn:Transformer(d_model=64)" or "train:make_model". It is imported and called as your program would. By default its
-parameters are on the meta device, which takes no memory. MODEL may also be a file with an optimizer's state.
+parameters are on the meta device, which takes no memory. MODEL may also be a file or folder with an optimizer's state.
 """
 
 from __future__ import annotations
@@ -39,11 +39,9 @@ _FORM = re.compile(r"_(int8|scale)$")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("model", metavar="MODEL", help="package.module:name, or a file")
+    parser.add_argument("model", metavar="MODEL", help="package.module:name, or a checkpoint")
     optimizer_arguments(parser, "muonadamw")
-    parser.add_argument(
-        "--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters, if not their own"
-    )
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters, if not their own")
     parser.add_argument("--device", choices=("meta", "cpu"), default="meta", help="where the model is; meta by default")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="count the launches of a step, as the command lowering does")
     parser.add_argument("--each", action="store_true", help="list each parameter, not one of those that are alike")
@@ -53,7 +51,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Explain it; 1 if there are warnings."""
     path = Path(options.model)
-    if path.is_file():
+    if path.exists():
         return _explain_file(options, path)
     model = made_model(options.model, options.device, options.dtype)
     optimizer = created(options.optimizer, model, options.set)

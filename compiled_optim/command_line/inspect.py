@@ -1,12 +1,13 @@
 """Look into a checkpoint: names, dtypes, shapes, step counts, ranges of moments, what is dead or not finite.
 
-CHECKPOINT is a file of torch.save, or of safetensors with the JSON of its groups beside it. Nothing in it is executed. A
+CHECKPOINT is what the command convert reads: files of torch.save or safetensors, and folders. Nothing in it is executed. A
 parameter is dead if it took steps and its averages are all 0, as if it never had a gradient.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -32,7 +33,7 @@ _FEW = 3  # names that a message lists
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file with an optimizer's state")
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file or folder with an optimizer's state")
     parser.add_argument("--names", default="*", metavar="PATTERN", help="show only parameters that match, such as '*bias'")
     checkpoint_argument(parser)
 
@@ -108,11 +109,11 @@ def _drawn(path: Path, groups: list[Any], records: list[Any], found: Mapping[str
         for key, entry in r["state"].items() or [("no state", {})]:
             ranges = [entry.get(number) for number in ("min", "max", "mean_abs")]
             style = "red" if entry.get("non_finite") else ""
-            shown = ("" if n is None else f"{n:.1e}" if n else "0" for n in ranges)
+            shown = ("" if n is None else re.sub(r"e([+-])0", r"e\1", f"{n:.1e}") if n else "0" for n in ranges)
             dtype = _SHORT.get(entry.get("dtype", ""), entry.get("dtype"))
             rows.append((*first, Text(key, style=style), dtype, *shown))
             first = ("", "", None)
-    columns = {"parameter": "bold cyan", "shape": ".", "step": ">", "state": ".", "dtype": ".dim"}
+    columns = {"name": "bold cyan", "shape": ".", "step": ">", "state": ".", "dtype": ".dim"}
     yield table({**columns, "min": ">", "max": ">", "mean |x|": ">"}, rows)
     yield from findings((f"{what}: {_first(names)}" for what, names in found.items()), "nothing is wrong in it")
 

@@ -22,11 +22,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import checkpoint_files as files
 import pytest
 import torch
 
+from compiled_optim import convert as files
+from compiled_optim.command_line import convert as command
+
 ROOT = Path(__file__).resolve().parents[2]
+FORMS = ("torch", "compiled_optim", "named", "optimi", "safetensors")
 TENSORS = {"fc.weight": (4, 3), "fc.bias": (4,), "scale": ()}
 
 
@@ -142,7 +145,7 @@ class TestReplacing:
         with _refused(tmp_path, "config.json is damaged, or not the groups of an optimizer"):
             files.write(_adamw(), tmp_path / "config.safetensors", "safetensors")
 
-    @pytest.mark.parametrize("form", files.FORMS)
+    @pytest.mark.parametrize("form", FORMS)
     def test_what_holds_no_optimizer_stays(self, form: str, tmp_path: Path) -> None:
         path = tmp_path / _name(form)
         weights = {"fc.weight": torch.ones(2)}
@@ -160,7 +163,7 @@ class TestReplacing:
                 files.write(_adamw(), path, form)
             path.rmdir() if kind == "directory" else path.unlink()
 
-    @pytest.mark.parametrize("form", files.FORMS)
+    @pytest.mark.parametrize("form", FORMS)
     def test_what_is_write_protected_stays(self, form: str, tmp_path: Path) -> None:
         path = tmp_path / _name(form)
         files.write(_adamw(), path, form)
@@ -168,7 +171,7 @@ class TestReplacing:
         with _refused(tmp_path, "write-protected"):
             files.write(_adamw(), path, form)
 
-    @pytest.mark.parametrize("form", files.FORMS)
+    @pytest.mark.parametrize("form", FORMS)
     def test_permissions(self, form: str, tmp_path: Path) -> None:
         path = tmp_path / _name(form)
         (tmp_path / "blank").touch()
@@ -181,7 +184,7 @@ class TestReplacing:
         assert {p.stat().st_mode & 0o777 for p in made} == {0o640}
 
     @pytest.mark.parametrize("exists", [False, True])
-    @pytest.mark.parametrize("form", files.FORMS)
+    @pytest.mark.parametrize("form", FORMS)
     def test_a_full_disk(self, form: str, exists: bool, tmp_path: Path) -> None:
         (tmp_path / "whole").mkdir()
         files.write(_adamw(), tmp_path / "whole" / _name(form), form)
@@ -198,7 +201,7 @@ class TestReplacing:
                 finally:
                     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
-    @pytest.mark.parametrize("form", files.FORMS)
+    @pytest.mark.parametrize("form", FORMS)
     def test_no_directory(self, form: str, tmp_path: Path) -> None:
         (tmp_path / "file").write_text("a file")
         for directory in ("none", "file"):
@@ -226,7 +229,7 @@ class TestReplacing:
             files.write(_adamw(), path, "safetensors")
         assert present[0] >= {"a.safetensors", "a.json"}
 
-    @pytest.mark.parametrize("form", files.FORMS)
+    @pytest.mark.parametrize("form", FORMS)
     def test_a_step_count_is_not_rounded(self, form: str, tmp_path: Path) -> None:
         saved, path = _adamw(), tmp_path / _name(form)
         for entries in saved["state"].values():
@@ -354,7 +357,7 @@ class TestBadValues:
         ids=str,
     )
     def test_steps(self, step: Any, tmp_path: Path) -> None:
-        for form in files.FORMS:
+        for form in FORMS:
             saved = _adamw()
             saved["state"][1]["step"] = step
             with _refused(tmp_path, r"\['step'\]|the step of (1|'fc.bias')|a step in param_groups\[0\]"):
@@ -391,7 +394,7 @@ class TestBadValues:
         ids=lambda v: type(v).__name__,
     )
     def test_no_form_holds_it(self, value: Any, tmp_path: Path) -> None:
-        for form in files.FORMS:
+        for form in FORMS:
             for place in (lambda s: s["state"][0], lambda s: s["param_groups"][0]):
                 saved = _adamw()
                 place(saved)["odd"] = value
@@ -405,7 +408,7 @@ class TestBadValues:
         cycle: list[Any] = []
         cycle.append(cycle)
         for value in (deep, cycle):
-            for form in files.FORMS:
+            for form in FORMS:
                 saved = _adamw()
                 saved["param_groups"][0]["params"] = value
                 with _refused(tmp_path, "nested too deeply"):
@@ -442,12 +445,21 @@ class TestCommand:
         assert f'\n{extra} = ["safetensors' in (ROOT / "pyproject.toml").read_text()
 
     def test_arguments_are_answered_before_anything_is_installed(self, tmp_path: Path) -> None:
-        for name in ("convert", "convert_options.py", "environment.py", "progress.py"):
-            shutil.copy(ROOT / "tools" / name, tmp_path)
+        for folder in ("tools", "compiled_optim/command_line"):
+            (tmp_path / folder).mkdir(parents=True)
+        for name in ("convert", "environment.py", "progress.py"):
+            shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
+        shutil.copy(ROOT / "compiled_optim" / "command_line" / "convert.py", tmp_path / "compiled_optim" / "command_line")
         before = _contents(tmp_path)
         mistakes = [[], ["a"], ["a", "b"], ["a", "b", "--to", "pickle"], ["a", "b", "--to", "torch", "--force"]]
         for arguments in (["--help"], *mistakes):
-            command = [sys.executable, "-S", "-B", tmp_path / "convert", *arguments]  # -S: without any installed package
+            command = [
+                sys.executable,
+                "-S",
+                "-B",
+                tmp_path / "tools" / "convert",
+                *arguments,
+            ]  # -S: without any installed package
             done = subprocess.run(command, capture_output=True, text=True)
             assert done.returncode == (2 if arguments in mistakes else 0)
             assert (done.stderr if arguments in mistakes else done.stdout).startswith("usage: tools/convert ")
@@ -471,11 +483,11 @@ class TestCommand:
             "hostile.pt": "hostile.pt is damaged, or holds something else than tensors and plain values",
             "none.pt": "[Errno 2] No such file or directory: 'none.pt'\n",
         }.items():
-            monkeypatch.setattr(sys, "argv", ["checkpoint_files.py", source, "out.pt", "--to", "named"])
-            assert files.main() == 1
+            monkeypatch.setattr(sys, "argv", ["convert", source, "out.pt", "--to", "named"])
+            assert command.run(command.parsed()) == 1
             printed = capsys.readouterr()
             assert printed.out == ""
-            assert printed.err.startswith(f"tools/convert: {message}")
+            assert printed.err.startswith(f"convert: {message}")
             assert printed.err.count("\n") == 1
             assert len(printed.err) < 1100
         assert _contents(tmp_path) == before
@@ -483,7 +495,15 @@ class TestCommand:
     def test_in_place(self, tmp_path: Path) -> None:
         """In a process of its own, which a mapping of an overwritten file would end."""
         files.write(_adamw(), tmp_path / "a.safetensors", "safetensors")
-        command = [sys.executable, ROOT / "tools" / "checkpoint_files.py", "a.safetensors", "a.safetensors", "--to", "named"]
+        command = [
+            sys.executable,
+            "-m",
+            "compiled_optim.command_line.convert",
+            "a.safetensors",
+            "a.safetensors",
+            "--to",
+            "named",
+        ]
         environment = {**os.environ, "PYTHONPATH": str(ROOT)}
         done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
         assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
@@ -634,14 +654,14 @@ class TestFuzz:
     @pytest.mark.parametrize("base", [_adamw, _sgd, _optimi])
     def test_state_dicts(self, base: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
         places = random.Random(3)
-        for form in files.FORMS:
+        for form in FORMS:
             files.write(base(), tmp_path / _name(form), form)
         failures: Counter[bool] = Counter()
         for _ in range(310):
             saved = base()
             for _ in range(places.choice((1, 1, 2, 3))):
                 _mutate(saved, places)
-            for form in files.FORMS:
+            for form in FORMS:
                 out = tmp_path / _name(form)
                 message = _attempt(lambda form=form, out=out, saved=saved: files.write(saved, out, form), tmp_path)
                 failures[message is not None] += 1

@@ -20,9 +20,10 @@ EXTRAS = {
     "perf": "perf",
     "tests": "test",
     "tests/trainers": "full",
+    "compiled_optim/convert": "convert",
+    "compiled_optim/command_line": "cli",
     "compiled_optim/explain.py": "tables",
     "tools": "",
-    "tools/checkpoint_files.py": "convert",
     "tools/demo": "demo",
 }
 """What of the repository runs with which extra; without one where that is empty."""

@@ -36,6 +36,7 @@ FLOORS = [
     {"optimizer", "model"},
     {"optimizers", "release", "report", "state_dicts"},
     {"capture", "catalogue", "explain", "simulated"},
+    {"convert"},
     {"command_line"},
     {"__main__"},
     {""},

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import zipfile
+import contextlib
+import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from compiled_optim.command_line.parts.output import needed
+USUAL = ("optimizer", "optimizer_state_dict")
+"""What training scripts often call the optimizer's state in their files."""
 
 
 def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
@@ -20,63 +21,24 @@ def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read(path: Path, key: str | None = None) -> dict[str, Any]:
-    """The state dict in a file of ``torch.save``, or of safetensors with the ``.json`` of its groups beside it.
+    """The state dict in a file or folder that ``convert`` reads. Tensors are mapped from files, not read into memory.
 
-    Tensors stay in the file until they are used.
+    Without a ``key``, a file of several things may have it under one of :data:`USUAL`.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: it cannot be read.
         ValueError: it is damaged, holds other objects than tensors and plain values, or no optimizer's state.
     """
-    with path.open("rb") as file:
-        is_safetensors = file.read(9)[8:] == b"{"
-    content = _read_safetensors(path) if is_safetensors else _read_torch(path)
-    found = [name for name, value in content.items() if is_state(value)] if isinstance(content, Mapping) else []
-    if key is None and not is_state(content) and len(found) == 1:
-        key = found[0]
-    if key is not None:
-        if not isinstance(content, Mapping) or key not in content:
-            raise ValueError(f"{path} has no entry {key!r}")
-        content = content[key]
-    if not is_state(content):
-        hint = f"; --key may be one of {', '.join(map(str, found))}" if found else ""
-        raise ValueError(f"{path} holds no optimizer's state, which is a dict with 'state' and 'param_groups'{hint}")
-    return dict(content)
+    from compiled_optim import convert
 
-
-def is_state(content: Any) -> bool:
-    """Whether ``content`` is the state dict of an optimizer."""
-    return isinstance(content, Mapping) and all(isinstance(content.get(key), kind) for key, kind in _PARTS.items())
-
-
-_PARTS: dict[str, Any] = {"state": Mapping, "param_groups": (list, tuple)}
-
-
-def _read_torch(path: Path) -> Any:
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except OSError:
-        raise
-    except Exception as error:  # whatever a parser meets in arbitrary bytes
-        said = str(error).strip()
-        reason = (said.partition("WeightsUnpickler error: ")[2] or said).partition("\n")[0] or type(error).__name__
-        raise ValueError(
-            f"{path} is damaged, or holds something else than tensors and plain values, which is not loaded ({reason})"
-        ) from error
-
-
-def _read_safetensors(path: Path) -> dict[str, Any]:
-    import json
-
-    opened = needed("safetensors", "a file of safetensors", "convert").safe_open
-    content = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    params = {str(p): p for group in content["param_groups"] for p in group["params"]}
-    state: dict[Any, dict[str, Any]] = {}
-    with opened(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118
-            param, _, entry = name.rpartition(".")
-            state.setdefault(params.get(param, param), {})[entry] = file.get_tensor(name)
-    return {**content, "state": state}
+    with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # a file that is mapped stays until it is not
+        try:
+            return convert.read(path, key, lossy=True, scratch=Path(scratch))
+        except ValueError:
+            for usual in USUAL if key is None else ():
+                with contextlib.suppress(ValueError):
+                    return convert.read(path, usual, lossy=True, scratch=Path(scratch))
+            raise
 
 
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:

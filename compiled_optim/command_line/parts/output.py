@@ -57,7 +57,8 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: s
         [cell if isinstance(cell, Text) else Text(text(cell)) for cell in row] for row in rows
     ]  # brackets are no markup
     filled = [i for i in range(len(columns)) if not cells or any(row[i].plain for row in cells)]
-    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold", pad_edge=False)
+    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
+    made.pad_edge, made.collapse_padding = False, True
     made.expand, made.show_header = any("~" in style for style in columns.values()), any(map(str.strip, columns))
     made.caption, made.caption_justify, made.caption_style = caption or None, "left", "dim"
     for name, style in [list(columns.items())[i] for i in filled]:

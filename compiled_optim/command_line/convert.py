@@ -1,0 +1,56 @@
+"""Convert a file or folder of optimizer state to another form."""
+
+# torch is imported when a conversion runs, so that ``tools/convert`` can answer before it is installed.
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import textwrap
+
+TO = ("torch", "compiled_optim", "named", "safetensors", "dcp", "optimi", "bitsandbytes", "fused")
+FROM = ("torch", "optimi", "bitsandbytes", "flashoptim", "fused", "dcp", "deepspeed", "safetensors")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the command."""
+    parser.epilog = (
+        "IN is a file of torch.save by torch.optim, this package, optimi, bitsandbytes, FlashOptim, torchao, or FusedAdam "
+        "of apex or TransformerEngine; or a .safetensors file with the .json of its groups beside it; or a folder of "
+        "torch.distributed.checkpoint, or a universal checkpoint of DeepSpeed. Nothing in it is executed. OUT is written "
+        "completely or not at all, and may be IN. A file is replaced only if it holds an optimizer's state, a folder never. "
+        "The exit status is 1 if IN cannot be converted."
+    )
+    parser.add_argument("source", metavar="IN")
+    parser.add_argument("target", metavar="OUT", help="for safetensors, NAME.safetensors, with NAME.json")
+    parser.add_argument("--to", required=True, choices=TO, help="whose load_state_dict is to load it, or the form")
+    parser.add_argument("--from", dest="form", choices=FROM, help="the form of IN; by default its content tells")
+    parser.add_argument("--key", help="where IN holds several things: the state dict's key, in a folder the keys' prefix")
+    parser.add_argument("--lossy", action="store_true", help="leave out what cannot be read: FlashOptim's error_bits")
+    parser.add_argument("--json", action="store_true", help="print what was converted, as JSON")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert; the exit status, 1 where it cannot be converted."""
+    from compiled_optim.convert import convert
+
+    try:
+        done = convert(options.source, options.target, options.to, form=options.form, key=options.key, lossy=options.lossy)
+    except (OSError, ValueError) as error:
+        print(f"convert: {textwrap.shorten(str(error), 1000, placeholder=' ...')}", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps(done._asdict()))
+    return 0
+
+
+def parsed() -> argparse.Namespace:
+    """The options of ``tools/convert``, the command by itself."""
+    parser = argparse.ArgumentParser(prog="tools/convert", description=(__doc__ or "").partition("\n")[0])
+    arguments(parser)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(run(parsed()))

@@ -1,0 +1,61 @@
+"""Universal checkpoints of DeepSpeed, a folder for each parameter; read only, since they hold the model too."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compiled_optim.convert import torch_files
+
+_GROUPS, _MODEL = "optimizer_state.pt", "mp_rank_00_model_states.pt"
+_WEIGHTS = "fp32"  # which for us are the float32 copies of parameters in fewer bits
+
+
+def matches(path: Path) -> bool:
+    """Whether ``path`` is a universal checkpoint, or the folder of its parameters."""
+    return (path / "zero" / _GROUPS).is_file() or (path / _GROUPS).is_file()
+
+
+def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dict[str, Any]:
+    """The state dict in a universal checkpoint. One with several groups needs the model's file, for their names.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is damaged, or the checkpoint is not complete.
+    """
+    if key is not None:
+        raise ValueError(f"{path} has no entry {key!r}")
+    folder = path / "zero" if (path / "zero").is_dir() else path
+    names = sorted(each.name for each in folder.iterdir() if each.is_dir())
+    groups = _list(torch_files.read(folder / _GROUPS), "param_groups", folder / _GROUPS)
+    state: dict[str, dict[str, Any]] = {name: {} for name in names}
+    for file in sorted(folder.glob("*/*.pt")):
+        value = torch_files.read(file, scratch=scratch)
+        is_step = file.stem == "step"
+        entry = "master_param" if file.stem == _WEIGHTS else file.stem
+        state[file.parent.name][entry] = value if is_step else _tensor(value, file)
+    listed = [names]
+    if len(groups) != 1:
+        model = folder.parent / _MODEL
+        shapes = _list(torch_files.read(model, scratch=scratch), "param_shapes", model)
+        listed = [[*shape] for shape in shapes]
+        if len(listed) != len(groups) or sorted(name for group in listed for name in group) != names:
+            raise ValueError(f"{model} has other parameters or groups than {folder}")
+    groups = [{**group, "params": params} for group, params in zip(groups, listed, strict=True)]
+    return {"state": state, "param_groups": groups}
+
+
+def _list(content: Any, key: str, path: Path) -> list[Any]:
+    found = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(found, list):
+        raise ValueError(f"{path} has no list {key!r}")
+    return found
+
+
+def _tensor(content: Any, path: Path) -> Tensor:
+    tensor = content.get("param") if isinstance(content, dict) else None
+    if not isinstance(tensor, Tensor):
+        raise ValueError(f"{path} has no tensor 'param'")
+    return tensor

@@ -1,0 +1,197 @@
+"""The formats: what reads and writes the files and folders, and how other packages lay out what is in them."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from compiled_optim.checkpoint.optimi import is_optimi
+from compiled_optim.convert import deepspeed, distributed, forms, fused, optimi, quantized, safetensors_files, torch_files
+from compiled_optim.convert.forms import check_lossless, checked
+from compiled_optim.convert.whole import Keep, Writers, check_replaceable, keeper, put
+
+
+class Container(NamedTuple):
+    """How files are read and written."""
+
+    matches: Callable[[Path], bool]
+    read: Callable[[Path, str | None, Path | None], Any]
+    writers: Callable[[Any, Path], Writers] | None
+
+
+class Layout(NamedTuple):
+    """How another package lays out a state dict: whether it did, as ours, and ours as its."""
+
+    matches: Callable[[Mapping[str, Any]], bool]
+    ours: Callable[..., dict[str, Any]]
+    theirs: Callable[[Mapping[str, Any], Keep], Any] | None
+
+
+class Converted(NamedTuple):
+    """What was converted: the ``form`` it was in, and how many ``parameters`` with state, and ``groups``, it has."""
+
+    form: str
+    parameters: int
+    groups: int
+
+
+CONTAINERS = {
+    "dcp": Container(distributed.matches, distributed.read, distributed.writers),
+    "deepspeed": Container(deepspeed.matches, deepspeed.read, None),
+    "safetensors": Container(safetensors_files.matches, safetensors_files.read, safetensors_files.writers),
+    "torch": Container(lambda path: True, torch_files.read, torch_files.writers),
+}
+"""By the name of a form; the first that matches a path reads it."""
+
+LAYOUTS = {
+    "optimi": Layout(is_optimi, optimi.ours, optimi.theirs),
+    "bitsandbytes": Layout(quantized.is_bitsandbytes, quantized.from_bitsandbytes, quantized.to_bitsandbytes),
+    "flashoptim": Layout(quantized.is_flashoptim, quantized.from_flashoptim, None),
+    "fused": Layout(fused.matches, fused.ours, fused.theirs),
+}
+
+WRITTEN: dict[str, Callable[[dict[str, Any], Keep], Any]] = {
+    "torch": forms.for_torch,
+    "compiled_optim": forms.for_us,
+    "named": forms.for_names,
+    "safetensors": safetensors_files.content_of,
+    "dcp": distributed.content_of,
+    **{name: layout.theirs for name, layout in LAYOUTS.items() if layout.theirs},
+}
+"""The forms that are written, each with what makes its content of a state dict."""
+
+READ = ("torch", *LAYOUTS, *(name for name in CONTAINERS if name != "torch"))
+"""The forms that are read; ``"torch"`` is ours too."""
+
+
+def read(
+    path: str | os.PathLike[str],
+    key: str | None = None,
+    *,
+    form: str | None = None,
+    lossy: bool = False,
+    scratch: Path | None = None,
+) -> dict[str, Any]:
+    """The state dict in a file or folder, with our names and meaning, on the CPU.
+
+    Args:
+        path: a file of ``torch.save``, one of safetensors with the ``.json`` of its groups beside it, a folder of
+            torch.distributed.checkpoint, or a universal checkpoint of DeepSpeed.
+        key: where it holds several things, the state dict's key; in a folder, the prefix of its keys.
+        form: one of :data:`READ`. By default the content tells.
+        lossy: leave out what cannot be read.
+        scratch: a directory. Tensors then are mapped from the file, or from files in it, not read into memory.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is damaged, holds objects other than tensors and plain values, or holds no optimizer's state.
+    """
+    return _read(Path(path), key, form, lossy, scratch)[1]
+
+
+def _read(path: Path, key: str | None, form: str | None, lossy: bool, scratch: Path | None) -> tuple[str, dict[str, Any]]:
+    if form is not None and form not in READ:
+        raise ValueError(f"form must be one of {', '.join(READ)}, got {form!r}")
+    found, state_dict = _as_it_is(path, key, scratch)
+    if form in CONTAINERS and form != found:
+        raise ValueError(f"{path} is in the form {found}, not {form}")
+    layout = _layout(state_dict) if form is None else form if form in LAYOUTS else None
+    try:
+        state_dict = LAYOUTS[layout].ours(state_dict, keeper(scratch), lossy=lossy) if layout else state_dict
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+    return layout or found, state_dict
+
+
+def _as_it_is(path: Path, key: str | None = None, scratch: Path | None = None) -> tuple[str, dict[str, Any]]:
+    """The name of the container at ``path``, and the state dict in it."""
+    found = next(name for name, container in CONTAINERS.items() if container.matches(path))
+    content = CONTAINERS[found].read(path, key, scratch)
+    try:
+        return found, checked(content, keeper(scratch))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _layout(state_dict: Mapping[str, Any]) -> str | None:
+    return next((name for name, layout in LAYOUTS.items() if layout.matches(state_dict)), None)
+
+
+def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str, *, scratch: Path | None = None) -> None:
+    """Write ``state_dict``, of any form, to a file or folder; a failure leaves every file as it was.
+
+    Args:
+        state_dict: with our names, or those of a package that is read.
+        path: the file, or for ``"dcp"`` the folder.
+        form: one of :data:`WRITTEN`. ``"torch"``, ``"compiled_optim"``, ``"optimi"``, ``"bitsandbytes"`` and ``"fused"`` are
+            for the ``load_state_dict`` of that package; ``"named"`` and ``"dcp"`` have parameter names, and
+            ``"safetensors"`` also without.
+        scratch: a directory for large tensors that are made.
+
+    Raises:
+        OSError: the file cannot be written.
+        ValueError: ``form`` is unknown, the state has no counterpart in it, or something is in the way that holds no
+            optimizer's state.
+    """
+    path = Path(path)
+    if form not in WRITTEN:
+        raise ValueError(f"form must be one of {', '.join(WRITTEN)}, got {form!r}")
+    keep = keeper(scratch)
+    state_dict = checked(state_dict, keep)
+    check_lossless(state_dict)
+    layout = _layout(state_dict)
+    ours = LAYOUTS[layout].ours(state_dict, keep, lossy=False) if layout else state_dict
+    content = forms.indexed(state_dict) if layout == form == "optimi" else WRITTEN[form](ours, keep)
+    files = (CONTAINERS[form if form in CONTAINERS else "torch"].writers or torch_files.writers)(content, path)
+    for target in files:
+        reader = partial(_as_it_is, scratch=scratch) if target == path else safetensors_files.read_groups
+        check_replaceable(target, reader)
+    try:
+        put(files)
+    except OSError as error:
+        raise OSError(f"{path} cannot be written, and is as it was ({error.strerror or error})") from error
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    to: str,
+    *,
+    form: str | None = None,
+    key: str | None = None,
+    lossy: bool = False,
+) -> Converted:
+    """Convert a file or folder of optimizer state to another form, with about one tensor at a time in memory.
+
+    The target appears complete or not at all, and may be the source if that is a file. Nothing in a file is executed.
+
+    Args:
+        source: as for :func:`read`.
+        target: as for :func:`write`.
+        to: one of :data:`WRITTEN`.
+        form: the form of ``source``, one of :data:`READ`. By default its content tells.
+        key: as for :func:`read`.
+        lossy: leave out what cannot be read, such as FlashOptim's ``error_bits``, instead of an error.
+
+    Returns:
+        The form of the source, and what was in it.
+
+    Raises:
+        OSError: a file cannot be read or written.
+        ValueError: as :func:`read` and :func:`write`. The message names the parameter or option.
+    """
+    target = Path(target)
+    if to not in WRITTEN:
+        raise ValueError(f"to must be one of {', '.join(WRITTEN)}, got {to!r}")
+    try:
+        scratch = tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent, ignore_cleanup_errors=True)
+    except OSError as error:
+        raise OSError(f"{target} cannot be written ({error.strerror or error})") from error
+    with scratch as directory:
+        found, state_dict = _read(Path(source), key, form, lossy, Path(directory))
+        write(state_dict, target, to, scratch=Path(directory))
+    return Converted(found, len(state_dict["state"]), len(state_dict["param_groups"]))

@@ -1,0 +1,210 @@
+"""State dicts made fit for files: of plain values only, with step counts of one dtype, in the forms that files have.
+
+:mod:`compiled_optim.checkpoint.read` describes the forms. What cannot be converted is a ``ValueError`` that says where it
+stands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.checkpoint.read import check, foreign_state, group_names, named, with_foreign
+from compiled_optim.checkpoint.state_dict import is_orphan, known_names
+from compiled_optim.convert.whole import Keep
+from compiled_optim.rule.storage import INT8, PARTS, scale_name
+
+_PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
+_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64, torch.complex128),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+}
+_MAX_DEPTH = 8
+
+_LISTED = ("params", "param_names")
+_SCHEDULED = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
+_WITHOUT_EFFECT = {
+    *(*_LISTED, "foreach", "fused", "capturable", "differentiable"),
+    *("weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"),  # the state's entries tell
+}
+
+
+def checked(content: Any, keep: Keep = lambda tensor: tensor) -> dict[str, Any]:
+    """``content`` as a state dict of plain values; ``ValueError`` if it is none."""
+    content = plain(content, "the state dict", _MAX_DEPTH, keep)
+    check(content)
+    return dict(content)
+
+
+def plain(value: Any, where: str, depth: int, keep: Keep) -> Any:
+    """A copy of ``value`` that any reader takes: of dicts, lists, tuples, plain values and tensors outside of any graph.
+
+    torchao's tensors become float32 ones, which ``keep`` gets.
+
+    Raises:
+        ValueError: it holds something else, or is nested more than ``depth`` levels deep.
+    """
+    if isinstance(value, Tensor):
+        return _plain_tensor(value, where, keep)
+    if type(value) in _PLAIN:
+        if type(value) is int and not -(2**63) <= value < 2**64:
+            raise ValueError(f"{where} is an integer of more than 64 bits")
+        return value
+    if depth == 0:
+        raise ValueError(f"{where} is nested too deeply")
+    if isinstance(value, Mapping):
+        if foreign := next((key for key in value if type(key) not in (int, str)), None):
+            raise ValueError(f"{where} has a key that is neither an integer nor a string but a {type(foreign).__name__}")
+        return {key: plain(entry, f"{where}[{key!r}]", depth - 1, keep) for key, entry in value.items()}
+    if type(value) in (list, tuple, torch.Size):
+        entries = [plain(entry, f"{where}[{i}]", depth - 1, keep) for i, entry in enumerate(value)]
+        return entries if type(value) is list else tuple(entries)
+    raise ValueError(f"{where} is a {type(value).__name__}, which is neither a tensor nor a plain value")
+
+
+def _plain_tensor(value: Tensor, where: str, keep: Keep) -> Tensor:
+    if type(value).__module__.startswith("torchao.optim."):
+        return keep(value.dequantize())
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.is_nested or value.layout != torch.strided or value.is_meta:
+        raise ValueError(f"{where} is not a dense tensor with memory of its own")
+    if value.dtype not in _DTYPES:
+        raise ValueError(f"{where} is of {value.dtype}, which is not converted")
+    if value.numel() * value.itemsize > value.untyped_storage().nbytes():
+        raise ValueError(f"{where} has {value.numel()} elements, more than its memory holds")
+    return value.detach()
+
+
+def check_lossless(state_dict: Mapping[str, Any]) -> None:
+    """Raise ``ValueError`` where state would be lost: it belongs to no parameter, or two parameters are called 1 and "1"."""
+    params = {param for group in state_dict["param_groups"] for param in group["params"]}
+    if len({type(param) for param in params}) > 1:
+        raise ValueError("the groups list some parameters by name and others by number")
+    known, apart = known_names(), foreign_state(state_dict)
+    if orphans := [key for key, value in apart.items() if is_orphan(key, value, known)]:
+        raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
+
+
+def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """``state_dict`` with every step count as a 0-dim tensor of ``dtype``; an error for a count that it cannot hold."""
+    exact, apart = int(2 / torch.finfo(dtype).eps), foreign_state(state_dict)
+    state = {
+        param: {
+            key: torch.tensor(count(value, f"the step of {param!r}", below=exact), dtype=dtype) if key == "step" else value
+            for key, value in entries.items()
+        }
+        for param, entries in state_dict["state"].items()
+        if param not in apart
+    }
+    return {**state_dict, "state": with_foreign(state, apart)}
+
+
+def _number(value: Any, where: str, below: float = math.inf) -> float:
+    """``value``, a number or a tensor with a single one, as a float that is at least 0 and less than ``below``."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    if not isinstance(number, (int, float)) or not 0 <= number < below:
+        raise ValueError(f"{where} must be a number in [0, {below}), got {value!r}")
+    return float(number)
+
+
+def count(value: Any, where: str, below: int) -> float:
+    """``value``, called ``where``, as a whole number that is at least 0 and less than ``below``."""
+    number = _number(value, where, below)
+    if not number.is_integer():
+        raise ValueError(f"{where} must be a whole number, got {number}")
+    return number
+
+
+def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """The indexed form of ``state_dict``, with ``param_names`` where there are names; shares its tensors.
+
+    Raises:
+        ValueError: it is no state dict.
+    """
+    check(state_dict)
+    index: dict[Any, int] = {}
+    for group in state_dict["param_groups"]:
+        for param in group["params"]:
+            index.setdefault(param, len(index))
+    groups = []
+    for group in state_dict["param_groups"]:
+        names = group_names(group)
+        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+        numbers = {"params": [index[p] for p in group["params"]]}
+        groups.append(options | numbers | ({"param_names": list(names)} if names else {}))
+    state = {index[key]: dict(entries) for key, entries in state_dict["state"].items() if key in index}
+    return {**state_dict, "state": with_foreign(state, foreign_state(state_dict)), "param_groups": groups}
+
+
+def for_names(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+    """The named form."""
+    return named(with_steps(state_dict, torch.float64))
+
+
+def for_us(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+    """The indexed form."""
+    return indexed(with_steps(state_dict, torch.float64))
+
+
+def for_torch(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+    """The indexed form with nothing that torch.optim would take for something else."""
+    for i, group in enumerate(state_dict["param_groups"]):
+        if others := [key for key in ("decouple_lr", "decouple_wd") if group.get(key)]:
+            raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim has not")
+    content = indexed(with_steps(state_dict, torch.float32))
+    apart = foreign_state(content)
+    for param, entries in ((key, value) for key, value in content["state"].items() if key not in apart):
+        if others := [entry for entry in entries if entry in PARTS or is_coded(entry, entries)]:
+            raise ValueError(
+                f"the state of {param!r} has {others[0]!r} in a form that torch.optim has not; load it into an optimizer "
+                "of compiled_optim without weights and state_dtype, whose state torch.optim loads"
+            )
+    return {"state": content["state"], "param_groups": content["param_groups"]}
+
+
+def is_coded(entry: Any, entries: Mapping[str, Any]) -> bool:
+    """Whether a state ``entry`` is codes with a scale among the other ``entries``."""
+    return scale_name(str(entry).removesuffix(f"_{INT8}")) in entries
+
+
+def by_parameter(
+    state_dict: Mapping[str, Any],
+    options: Callable[[Mapping[str, Any], str], dict[str, Any]],
+    entries: Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]],
+) -> dict[str, Any]:
+    """``state_dict`` with other ``options`` of each group, and other ``entries`` of each parameter that has state.
+
+    Both get what messages call it; ``entries`` also the state and the old group.
+    """
+    state, groups = dict(state_dict["state"]), []
+    for i, group in enumerate(state_dict["param_groups"]):
+        for param, name in zip(group["params"], group_names(group) or group["params"], strict=True):
+            if state.get(param):
+                state[param] = entries(state[param], group, f"the state of {name!r}")
+        groups.append(options(group, f"param_groups[{i}]"))
+    return {**state_dict, "state": state, "param_groups": groups}
+
+
+def held(group: Mapping[str, Any], options: Collection[str], where: str, form: str, *ignored: str) -> dict[str, Any]:
+    """What ``form`` saves of a ``group``: its ``params``, these ``options``, and what schedulers keep.
+
+    Raises:
+        ValueError: one of them is not there, or another that changes steps is, and not ``ignored``.
+    """
+    if missing := [key for key in options if key not in group]:
+        raise ValueError(f"{where} has no {', '.join(missing)}, which {form} needs")
+    for key in group.keys() - _SCHEDULED - _WITHOUT_EFFECT - {*options, *ignored}:
+        if isinstance(value := group[key], Tensor) or value:
+            raise ValueError(f"{where} has {key}={value!r}, which has no place in {form}")
+    return {key: value for key, value in group.items() if key in _SCHEDULED or key in options or key in _LISTED}
+
+
+def in_float32(value: Any, where: str, form: str, keep: Keep) -> Tensor:
+    """A state's ``value`` in float32; ``ValueError`` if that has not all its bits."""
+    if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{where} is {kind}, which {form} does not hold")
+    return value if value.dtype == torch.float32 else keep(value.float())

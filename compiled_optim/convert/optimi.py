@@ -1,0 +1,48 @@
+"""State dicts of optimi, parameter by parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+import compiled_optim as co
+from compiled_optim.checkpoint.optimi import from_optimi, to_optimi
+from compiled_optim.checkpoint.read import foreign_state, group_names
+from compiled_optim.convert.forms import indexed
+from compiled_optim.convert.whole import Keep
+
+
+def ours(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
+    """The state dict with our names and meaning."""
+    return _converted(from_optimi, state_dict, keep)
+
+
+def theirs(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+    """The indexed state dict with optimi's names and meaning."""
+    kinds = [kind for name in co.__all__ if isinstance(kind := getattr(co, name), type)]
+    optimizers = [kind for kind in kinds if issubclass(kind, co.CompiledOptimizer)]
+    return _converted(lambda content: to_optimi(content, *optimizers), indexed(state_dict), keep)
+
+
+def _converted(
+    function: Callable[[dict[str, Any]], dict[str, Any]], state_dict: Mapping[str, Any], keep: Keep
+) -> dict[str, Any]:
+    """What ``function`` makes of a state dict: first of single elements, for groups and errors, then of each parameter."""
+    apart = foreign_state(state_dict)
+    first = {param: value if param in apart else _first(value) for param, value in state_dict["state"].items()}
+    result = function({**state_dict, "state": first})
+    for group in state_dict["param_groups"]:
+        names = group_names(group)
+        for j, param in enumerate(group["params"]):
+            if param in result["state"]:
+                alone = {**group, "params": [param], **({"param_names": [names[j]]} if names else {})}
+                made = function({"state": {param: state_dict["state"][param]}, "param_groups": [alone]})["state"][param]
+                result["state"][param] = {k: keep(v) if isinstance(v, Tensor) else v for k, v in made.items()}
+    return result
+
+
+def _first(entries: Mapping[str, Any]) -> dict[str, Any]:
+    large = [key for key, value in entries.items() if isinstance(value, Tensor) and key != "step"]
+    return {**entries, **{key: entries[key][(slice(1),) * entries[key].dim()] for key in large}}

@@ -1,0 +1,136 @@
+"""Files of safetensors for the state, each with a JSON file for the groups beside it."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from compiled_optim.checkpoint.read import group_names, named, refuse_foreign
+from compiled_optim.convert.forms import checked, with_steps
+from compiled_optim.convert.torch_files import reason
+from compiled_optim.convert.whole import Keep, Writers, as_bytes
+
+
+def matches(path: Path) -> bool:
+    """Whether the file begins like one of safetensors: the length of its header, in eight bytes, and a JSON object."""
+    if path.is_dir():
+        return False
+    with path.open("rb") as file:
+        return file.read(9)[8:] == b"{"
+
+
+def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dict[str, Any]:
+    """The state dict in a file and the JSON beside it; with a ``scratch`` directory, its tensors are mapped from the file.
+
+    Raises:
+        OSError: a file cannot be read.
+        ValueError: one is damaged, or there is a ``key``.
+    """
+    from safetensors import safe_open
+
+    if key is not None:
+        raise ValueError(f"{path} has no entry {key!r}")
+    sidecar = path.with_suffix(".json")
+    content = read_groups(sidecar)
+    own = torch.clone if scratch is None else _alone
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: own(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+    except OSError:
+        raise
+    except Exception as error:  # whatever a parser meets in arbitrary bytes
+        raise ValueError(f"{path} is damaged ({reason(error)})") from error
+    params = {str(p): p for group in content["param_groups"] for p in group["params"]}
+    state: dict[Any, dict[str, Tensor]] = {}
+    for name, tensor in tensors.items():
+        param, _, entry = name.rpartition(".")
+        if param not in params:
+            raise ValueError(f"{path} holds {name!r}, but {sidecar} has no parameter {param!r}")
+        state.setdefault(params[param], {})[entry] = tensor
+    return {**content, "state": state}
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """``tensor`` at the same place in memory, as if it were there alone: torch.save writes the whole of what is shared."""
+    return torch.frombuffer(as_bytes(tensor), dtype=tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.clone()
+
+
+def read_groups(path: Path) -> dict[str, Any]:
+    """A state dict without its state, from the JSON beside a file of safetensors."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        return checked({**content, "state": {}} if isinstance(content, dict) else content)
+    except (RecursionError, ValueError) as error:
+        raise ValueError(f"{path} is damaged, or not the groups of an optimizer ({error})") from error
+
+
+def content_of(state_dict: dict[str, Any], keep: Keep) -> tuple[str, dict[str, Tensor]]:
+    """The text of the groups, and the tensors."""
+    refuse_foreign(state_dict, "safetensors")
+    has_names = all(group_names(group) is not None for group in state_dict["param_groups"])
+    state_dict = with_steps(named(state_dict) if has_names else state_dict, torch.float64)
+    memory: set[int] = set()
+    tensors = {
+        _tensor_name(param, entry): _tensor(value, f"the state {entry!r} of {param!r}", memory)
+        for param, entries in state_dict["state"].items()
+        for entry, value in entries.items()
+        if value is not None
+    }
+    numbers = {key: value for key, value in state_dict.items() if key != "state"}
+    return json.dumps(numbers, indent=1, default=_json_value) + "\n", tensors
+
+
+def writers(content: tuple[str, dict[str, Tensor]], path: Path) -> Writers:
+    """How to write the groups, and the state."""
+    if path.suffix != ".safetensors":
+        raise ValueError(f"{path} must end in .safetensors, since the groups go to the .json beside it")
+    text, tensors = content
+    return {
+        path.with_suffix(".json"): partial(Path.write_text, data=text, encoding="utf-8"),
+        path: partial(_save, tensors),
+    }
+
+
+def _tensor_name(param: int | str, entry: int | str) -> str:
+    if "." in str(entry):
+        raise ValueError(f"the state {entry!r} of {param!r} has a dot in its name, by which safetensors would take it apart")
+    return f"{param}.{entry}"
+
+
+def _tensor(value: Any, where: str, memory: set[int]) -> Tensor:
+    """``value`` as safetensors can hold it: contiguous, and with memory that is not among the others' ``memory``."""
+    if isinstance(value, float):
+        return torch.tensor(value, dtype=torch.float64)
+    if isinstance(value, (bool, int)):
+        return torch.tensor(value)
+    if not isinstance(value, Tensor) or value.dtype == torch.complex128:
+        kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"{where} is a {kind}, which safetensors cannot hold")
+    storage = value.untyped_storage()
+    is_alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in memory
+    memory.add(storage.data_ptr())
+    is_plain = value.is_contiguous() and not value.is_neg() and not value.is_conj()
+    return value if is_alone and is_plain else value.clone(memory_format=torch.contiguous_format)
+
+
+def _save(tensors: dict[str, Tensor], path: Path) -> None:
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        save_file(tensors, path)
+    except SafetensorError as error:
+        raise OSError(str(error)) from error
+
+
+def _json_value(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.tolist()
+    if isinstance(value, torch.dtype):  # of state_dtype, which no load takes over
+        return str(value)
+    raise ValueError(f"a parameter group holds a {type(value).__name__}, which JSON cannot hold: {value!r}")
