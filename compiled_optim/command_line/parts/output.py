@@ -15,14 +15,15 @@ _UNITS = ("", "k", "M", "G", "T")
 
 
 def needed(module: str, purpose: str, extra: str = "cli") -> Any:
-    """The imported ``module``; ``ModuleNotFoundError`` that names the package's ``extra`` where it is not installed."""
+    """The imported ``module``; ``ModuleNotFoundError`` that names the package's ``extra``, or it, where it is not installed."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != module.partition(".")[0]:
             raise
         name = module.partition(".")[0]
-        raise ModuleNotFoundError(f"{purpose} needs {name}: pip install 'compiled-optim[{extra}]'") from error
+        install = f"'compiled-optim[{extra}]'" if extra else name
+        raise ModuleNotFoundError(f"{purpose} needs {name}: pip install {install}") from error
 
 
 def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[Any]]) -> None:
