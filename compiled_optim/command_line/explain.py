@@ -187,7 +187,7 @@ def _rules(entries: set[str], group: Mapping[str, Any]) -> list[str]:
         missing, more = group.keys() - said, said - group.keys()
         is_coupled = group.get("decoupled_weight_decay") is False  # which AdamW cannot be
         can_be = not is_coupled or any(argument.name == "decoupled_weight_decay" for argument in info.arguments)
-        if own <= {*info.states} and own and not missing and can_be and "." not in name:
+        if own <= {*info.states} and not missing and can_be and "." not in name:
             fits[name] = len(more)
     least = min(fits.values(), default=0)
     return [name for name, more in fits.items() if more == least]

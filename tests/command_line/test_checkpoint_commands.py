@@ -203,9 +203,7 @@ class TestDiff:
 
 
 class TestExplain:
-    @pytest.mark.parametrize(
-        "kind", [co.AdamW, co.Adam, co.SGD, co.Lion, co.Adan, co.Prodigy], ids=lambda kind: kind.__name__
-    )
+    @pytest.mark.parametrize("kind", [co.AdamW, co.Adam, co.SGD, co.Lion, co.Adan, co.Prodigy], ids=lambda k: k.__name__)
     def test_the_rule_is_told_from_state_and_numbers(
         self, kind: Any, saved: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import compiled_optim as co
 from compiled_optim.command_line import commands, main
@@ -69,7 +72,7 @@ ERRORS = {
     "explain torch.nn:Linear": "torch.nn:Linear: TypeError: Linear.__init__() missing 2 required positional arguments",
     "explain torch.nn:Linear(f())": "'f()' is no plain value",
     "explain torch.nn:functional": "torch.nn:functional is a module, and no torch.nn.Module",
-    "explain torch.nn:Linear(4,4) --set lr=-1 --optimizer sgd": "Invalid learning rate: -1 (the argument lr must be >= 0 and < inf)",
+    "explain torch.nn:Linear(4,4) --set lr=-1 --optimizer sgd": "Invalid learning rate: -1 (the argument lr must be >= 0",
     "explain torch.nn:Linear(4,4) --set lr --optimizer sgd": "--set takes name=value, got 'lr'",
     "lowering adamm --arch cpu --shapes 4": "no optimizer is called 'adamm'",
     "lowering adamw --shapes 4x": "--shapes must be gpt2, vit-tiny, or such as 768x3072,768*12; got '4x'",
@@ -171,3 +174,23 @@ def test_whoever_reads_may_stop(tmp_path: Path) -> None:
     command = f"{sys.executable} -m compiled_optim list sgd --json | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)
     assert (done.returncode, done.stdout, done.stderr) == (0, "[\n", "")
+
+
+README = FOLDER / "README.md"
+COMMANDS = dict.fromkeys(re.findall(r"(?:^    |`)compiled-optim ([^`\n]+)", README.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_readme_is_true(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("A", "B", "IN", "CHECKPOINT"):
+        torch.save(co.AdamW({"weight": torch.ones(2, requires_grad=True)}).state_dict(), name)
+    arguments = ["named" if word == "FORM" else word for word in shlex.split(command)]
+    assert main(arguments) == (1 if "torch.adamw" in arguments else 0)
+    assert capsys.readouterr().err == ""
+
+
+def test_the_readme_has_every_command() -> None:
+    assert {command.split()[0] for command in COMMANDS} == {*commands()}

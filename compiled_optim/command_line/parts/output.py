@@ -15,7 +15,7 @@ _UNITS = ("", "k", "M", "G", "T")
 
 
 def needed(module: str, purpose: str, extra: str = "cli") -> Any:
-    """The imported ``module``; ``ModuleNotFoundError`` that names the package's ``extra``, or it, where it is not installed."""
+    """The imported ``module``; an error that names what to install: the package's ``extra``, or without one itself."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
