@@ -229,6 +229,9 @@ class Tiny(torch.nn.Module):
 def make(width=16):
     return Tiny(width)
 
+def matrices():
+    return torch.nn.Sequential(torch.nn.Embedding(10, 16), torch.nn.Linear(16, 16, bias=False))
+
 model = Tiny()
 number = 3
 
@@ -263,14 +266,15 @@ class TestExplain:
         assert {(r["rule"], r["lr"], r["dtype"]) for r in records["parameters"]} == {("AdamW", 0.5, "bfloat16")}
 
     def test_warnings_are_findings(self, tiny: str, told: Any, drawn: Any) -> None:
-        status, records = told("explain", "torch.nn:Linear(16,16,bias=False)", "--optimizer", "muon")
+        status, records = told("explain", f"{tiny}:matrices", "--optimizer", "muon")
         assert status == 1
-        [warning] = records["warnings"]
-        assert (warning["kind"], warning["names"]) == ("head", ["weight"])
-        assert (
-            "! (head): weight: Muon orthogonalizes the last linear map"
-            in drawn("explain", "torch.nn:Linear(16,16,bias=False)", "--optimizer", "muon")[1]
-        )
+        assert [(w["kind"], w["names"]) for w in records["warnings"]] == [
+            ("embedding", ["0.weight"]),
+            ("head", ["1.weight"]),
+        ]
+        status, text = drawn("explain", f"{tiny}:matrices", "--optimizer", "muon")
+        assert status == 1
+        assert "! (embedding): 0.weight: Muon orthogonalizes an embedding" in text
 
     def test_what_it_cannot_make(self, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["explain", f"{tiny}:broken"]) == 2
