@@ -1,8 +1,8 @@
 """Explain a model's parameters, or a checkpoint's: which rule has each, with which numbers, in how many bytes, and why.
 
 MODEL is "package.module:name" of a module or of what makes one, with plain arguments if it takes some:
-"torch.nn:TransformerEncoderLayer(64, 4)" or "train:make_model". It is imported and called as your program would. By default its
-parameters are on the meta device, which takes no memory. MODEL may also be a file or folder with an optimizer's state.
+"torch.nn:TransformerEncoderLayer(64, 4)" or "train:make_model". It is imported and called as your program would. By default
+its parameters are on the meta device, which takes no memory. MODEL may also be a file or folder with an optimizer's state.
 """
 
 from __future__ import annotations
