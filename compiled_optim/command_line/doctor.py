@@ -53,13 +53,13 @@ def _checks() -> Iterator[tuple[str, str, str, str]]:
     yield "GPU", _OK if has_gpu else _ABSENT, gpus or "no CUDA device", ""
     cache = ""
     for device in ("cpu", *(["cuda"] if has_gpu else [])):
-        for kind in (co.AdamW, co.Muon):
-            report, said = _step(kind, device)
+        for name in ("adamw", "muon"):  # one works element by element, the other on matrices
+            report, said = _step(name, device)
             cache = report.cache
             reasons = [*report.fallbacks, *said]
             how = f"{report.lowering}, first step {report.seconds:.1f} s of compiling and loading"
             advice = "" if not reasons else "see the reason"
-            yield f"{kind.__name__} on {device}", _FALLBACK if reasons else _OK, "; ".join(reasons) or how, advice
+            yield f"{name} on {device}", _FALLBACK if reasons else _OK, "; ".join(reasons) or how, advice
     yield _directory("compiled C++", Path(cache), "XDG_CACHE_HOME")
     home = os.environ.get("TRITON_HOME") or Path.home()
     kept = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
@@ -99,12 +99,12 @@ def _triton() -> tuple[str, str, str, str]:
     return "Triton", _FALLBACK if needs else _ABSENT, "steps on GPUs take torch.compile's kernels", "pip install triton"
 
 
-def _step(kind: type[co.CompiledOptimizer], device: str) -> tuple[co.CompileReport, list[str]]:
+def _step(name: str, device: str) -> tuple[co.CompileReport, list[str]]:
     """The report on a step of small tensors, and what it warned of."""
     param = torch.nn.Parameter(torch.zeros(64, 64, device=device))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        optimizer = kind([param])
+        optimizer = co.create(name, [param])
         param.grad = torch.ones_like(param)
         optimizer.step()
     said = [str(w.message).removeprefix("compiled_optim: ") for w in caught if "compiled_optim" in str(w.message)]

@@ -157,7 +157,8 @@ def _picture(name: str, values: Sequence[float]) -> str:
     low, high, last = min(values), max(values), len(values) - 1
     places = [low + (high - low) * i / 4 for i in range(5)] if low < high else [low]
     figure.ruler("y").ticks(places, [f"{place:.3g}" for place in places])
-    at = sorted({last * i // 5 for i in range(6)})
+    spacing = next(10**power * digit for power in range(8) for digit in (1, 2, 5) if 10**power * digit * 6 > last)
+    at = list(range(0, last + 1, spacing))
     figure.ruler("x").ticks(at, [f"{place:,}" for place in at])
     return str(figure.build())
 

@@ -173,8 +173,8 @@ CosineAnnealingLR(T_max=100)  100 steps of adamw
  0.00025|                                             ******                  |
         |                                                   ********          |
 2.47e-07|                                                          ***********|
-        ++------------+-------------+-------------+------------+-------------++
-         0            19            39            59           79           99
+        ++-------------+------------+-------------+-------------+-------------+
+         0             20           40            60            80
 
 
      first  highest  at step     lowest   at step       last
@@ -317,7 +317,7 @@ class TestDoctor:
         found = {r["what"]: r for r in records}
         assert status == 0, records
         assert found["torch"]["detail"] == torch.__version__
-        assert found["AdamW on cpu"]["status"] == found["Muon on cpu"]["status"] == found["compiled C++"]["status"] == "ok"
+        assert found["adamw on cpu"]["status"] == found["muon on cpu"]["status"] == found["compiled C++"]["status"] == "ok"
         assert {"compiled_optim", "C++ compiler", "Triton", "GPU", "Triton's cache", "rich", "plotext"} <= found.keys()
 
     def test_drawn(self, drawn: Any) -> None:
@@ -334,5 +334,5 @@ class TestDoctor:
         status, records = told("doctor")
         found = {r["what"]: r for r in records}
         assert status == 1
-        assert found["C++ compiler"]["status"] == found["AdamW on cpu"]["status"] == "falls back"
+        assert found["C++ compiler"]["status"] == found["adamw on cpu"]["status"] == "falls back"
         assert found["C++ compiler"]["advice"] == "install g++ or clang++, or name one in CXX"

@@ -57,7 +57,7 @@ def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def shape_of(entries: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a parameter, as far as its state tells: that of its largest entry."""
+    """The shape of a parameter, as far as its state tells: its largest entry's."""
     return max((tuple(v.shape) for v in tensors(entries).values()), key=lambda sizes: (len(sizes), sizes), default=())
 
 
