@@ -2,9 +2,11 @@
 
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
-    command_line/        the commands of compiled-optim
+    __main__.py          ``python -m compiled_optim``
+    command_line/        the commands of compiled-optim, a module each
     convert/             files of optimizer state in the forms of other packages, converted without the model
     switch/              optimizers by name; the optimizer of another library in the middle of training, continued
+    simulated/           a step on a GPU that is not there: kernels, launches, registers
     capture/             training steps as CUDA graphs
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models

@@ -11,10 +11,12 @@ import contextlib
 import functools
 import gc
 import json
+import runpy
 import sys
 import time
 import types
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -27,34 +29,14 @@ from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.memory import torch_internals
 
+# Of this checkout: another one's package may lack it.
+_STAND_INS = runpy.run_path(str(Path(__file__).parents[1] / "compiled_optim" / "simulated" / "driver.py"))
+driver, answer = _STAND_INS["driver"], _STAND_INS["answer"]
+
 ARCH = 90
 BATCH = 20  # steps of one sample: the clock of processor time is not much finer than a step
 COMPILED_LIMIT = 10  # tensors beyond which no step is compiled: inlined ones take minutes
 CALLED, REPLAYED, OPERATOR, INLINED = "called step", "replayed step", "compiled operator's step", "compiled inlined step"
-
-
-def driver(arch: int, launched: Callable[..., object] | None = None) -> types.SimpleNamespace:
-    """A driver of Triton for compute capability ``arch``: it loads nothing, and what it launches it tells ``launched``.
-
-    ``launched`` takes what was compiled, as Triton describes it, its metadata, and all that Triton hands to its launcher.
-    """
-    from triton.backends.compiler import GPUTarget
-
-    def launcher(source: Any, metadata: Any) -> Callable[..., object]:
-        if launched is None:
-            return lambda *args: None
-        return lambda *args: launched(source, metadata, *args)
-
-    return types.SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", arch, 32),
-        get_current_device=lambda: arch,  # Triton keeps compiled kernels per device
-        get_current_stream=lambda device: 0,
-        launcher_cls=launcher,
-        utils=types.SimpleNamespace(
-            load_binary=lambda name, kernel, shared, device: (name, 1, 0, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
-        ),
-    )
 
 
 @contextlib.contextmanager
@@ -78,11 +60,6 @@ def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
         ):
             stack.enter_context(patched)
         yield
-
-
-def answer(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return ``value``, whatever else is asked."""
-    return value
 
 
 def _current_device(device: torch.device) -> torch.cuda.device:

@@ -4,28 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TypeAlias
 
-Shapes: TypeAlias = list[tuple[int, ...]]
-
-
-def _gpt2_124m() -> Shapes:
-    """GPT-2 small with tied output embedding: 148 tensors."""
-    width = 768
-    norm: Shapes = [(width,), (width,)]
-    attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]
-    mlp: Shapes = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    return [(50257, width), (1024, width), *(norm + attention + norm + mlp) * 12, *norm]
-
-
-def _vit_tiny() -> Shapes:
-    """ViT-Ti/16 at 224 pixels with 1000 classes: 152 tensors."""
-    width = 192
-    norm: Shapes = [(width,), (width,)]
-    attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]
-    mlp: Shapes = [(4 * width, width), (4 * width,), (width, 4 * width), (width,)]
-    stem: Shapes = [(1, 1, width), (1, 197, width), (width, 3, 16, 16), (width,)]
-    return [*stem, *(norm + attention + norm + mlp) * 12, *norm, (1000, width), (1000,)]
+from compiled_optim.simulated.shapes import Shapes, gpt2, vit_tiny
 
 
 def _gpt_matrices(width: int) -> Shapes:
@@ -37,8 +17,8 @@ TINY = "tiny-matrices"
 """The workload of rehearsals, which every optimizer takes."""
 
 WORKLOADS: dict[str, Callable[[], Shapes]] = {
-    "gpt2-124m": _gpt2_124m,
-    "vit-tiny": _vit_tiny,
+    "gpt2-124m": gpt2,
+    "vit-tiny": vit_tiny,
     "gpt-matrices": lambda: _gpt_matrices(256),
     "gpt2-matrices": lambda: _gpt_matrices(768),
     "small-10": lambda: [(4096,)] * 10,

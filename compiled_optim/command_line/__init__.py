@@ -1,0 +1,61 @@
+"""The command line: ``compiled-optim COMMAND`` or ``python -m compiled_optim COMMAND``.
+
+Each module of this folder is a command. The first line of its docstring is its help, ``arguments`` declares its options, and
+``run`` does the work. What several commands need is in ``parts``. ``--help`` imports what ``import compiled_optim`` does and
+no more: commands import anything else in functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+import warnings
+from collections.abc import Sequence
+
+import compiled_optim as co
+
+_EPILOG = "The exit status is 0 if all is well, 1 if the command found something, and 2 if it was used wrongly."
+
+
+def commands() -> list[str]:
+    """The names of all commands."""
+    return [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command that ``arguments`` ask for, by default this program's; return its exit status.
+
+    ``SystemExit`` ends ``--help`` and mistakes in options.
+    """
+    parser = argparse.ArgumentParser(
+        "compiled-optim", description="Look into checkpoints, schedules, models and steps.", epilog=_EPILOG
+    )
+    parser.add_argument("--version", action="version", version=f"compiled-optim {co.__version__}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in commands()}
+    for name, module in modules.items():
+        text = (module.__doc__ or "").strip()
+        own = subparsers.add_parser(
+            name, help=text.partition("\n")[0], description=text, epilog=_EPILOG, conflict_handler="resolve"
+        )  # a command that also works alone may declare --json itself
+        module.arguments(own)
+        own.add_argument("--json", action="store_true", help="print records as JSON, and nothing else")
+        own.add_argument("--traceback", action="store_true", help="show where an error comes from")
+    options = parser.parse_args(arguments)
+    if options.json:
+        warnings.simplefilter("ignore")  # what they say is in the records
+    try:
+        status: int = modules[options.command].run(options)
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read it has seen enough, such as ``head``
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (ArithmeticError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
+        if options.traceback:
+            raise
+        print(f"compiled-optim {options.command}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        return 2

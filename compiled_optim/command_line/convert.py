@@ -1,7 +1,6 @@
-"""Convert a file or folder of optimizer state to another form.
+"""Convert a file or folder of optimizer state to another form."""
 
-torch is imported when a conversion runs, so that ``tools/convert`` can answer before it is installed.
-"""
+# torch is imported when a conversion runs, so that ``tools/convert`` can answer before it is installed.
 
 from __future__ import annotations
 

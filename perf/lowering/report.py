@@ -6,12 +6,11 @@ import contextlib
 import functools
 import inspect
 import math
-import resource
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -23,12 +22,13 @@ from compiled_optim.lowering import looped, multi_tensor, stacked
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
+from compiled_optim.simulated.fake_cuda import fake_cuda, triton_target
+from compiled_optim.simulated.record import Decisions, Record, recording
+from compiled_optim.simulated.step import KernelReport, kernel_report, own_kernels, processor_seconds
 from compiled_optim.step.engine import Engine
 from perf import competitors, workloads
 from perf.competitors import exported
-from perf.lowering import inductor_source, ptx
-from perf.lowering.fake_cuda import fake_cuda, triton_target
-from perf.lowering.record import Decisions, Record, recording
+from perf.lowering import inductor_source
 
 _OWN: dict[str, tuple[str, Callable[[Engine], bool]]] = {
     "operator": ("multi_tensor", lambda engine: engine.preallocate_for_graphs()),
@@ -71,20 +71,6 @@ class Workload:
 def elementwise() -> list[str]:
     """The names of those that are an elementwise rule over dense gradients; the others have the lowering ``auto`` only."""
     return [name for name, (cls, _) in competitors.optimizers().items() if cls._granularity == "element"]
-
-
-class KernelReport(NamedTuple):
-    """One Triton kernel of a step. Its full path is that of :class:`ptx.Kernel`."""
-
-    name: str  # as its source calls it
-    launches: int  # per step
-    bytes_per_param: float | None  # of loads and stores of the full path; None where work is per tensor
-    resources: ptx.Resources
-    widths: Sequence[str]  # of the element accesses on the full path, ``v4.b32``
-    masked: bool  # whether the full path has predicated element accesses
-    extern: Sequence[str]  # functions that it calls and does not contain
-    operations: float | None  # per element on the full path; None where work is per tensor
-    barriers: int  # how often the threads of a program wait for each other on the full path
 
 
 @dataclass(frozen=True)
@@ -130,12 +116,8 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
         modules = [inductor_source.read(g.source, None if lowering == "auto" else g.inputs) for g in steady.graphs]
         launched = Counter(name for module in modules for name in module.launches)
         texts = {name: text for module in modules for name, text in module.kernels.items()}
-        kernels = [_kernel(name, launched[name], _compiled(name, text), arch) for name, text in texts.items()]
-    counts = Counter(launch.name for launch in steady.launches)
-    ours = {launch.name: launch.kernel for launch in reversed(steady.launches)}
-    per_program = {"evaluate": 0, "average": 0, "square_sums": triton.REDUCE_BYTES // workload.dtype.itemsize}
-    elements = {name: 0 if lowering == "auto" else per_program.get(name, triton.BLOCK) for name in counts}
-    of_package = [_kernel(name, count, ours[name], arch, elements[name]) for name, count in counts.items()]
+        kernels = [kernel_report(name, launched[name], _compiled(name, text), arch) for name, text in texts.items()]
+    of_package = own_kernels(steady, workload.dtype, arch, elementwise=lowering != "auto")
     bytes_per_param = sum((k.bytes_per_param or 0) * k.launches for k in of_package)
     if not own:  # whose operators touch tables alone
         bytes_per_param += (sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steady.operators)) / workload.elements
@@ -148,7 +130,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
         workload=workload,
         arch=f"sm_{arch}",
         graphs=len({g.source for g in steady.graphs}),
-        launches=counts.total() + launched.total(),
+        launches=len(steady.launches) + launched.total(),
         operators=len(steady.operators) + len(externs),
         cpp=sum(len(m.cpp) for m in modules),
         waits=sum(o.waits for o in moved.operators) + sum(len(m.waits) for m in modules),
@@ -156,7 +138,9 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
         moved_operators=len(moved.operators) + len(externs),
         bytes_per_param=bytes_per_param if is_known else None,
         kernels=[*kernels, *of_package],
-        sources=list(dict.fromkeys([*(g.source for g in steady.graphs), *(kernel.src.fn.src for kernel in ours.values())])),
+        sources=list(
+            dict.fromkeys([*(g.source for g in steady.graphs), *(launch.kernel.src.fn.src for launch in steady.launches)])
+        ),
         seconds=first,
         partitions=len(partitions) if compiled else None,
         copied=sum(part.copied for part in partitions) if compiled else None,
@@ -241,12 +225,6 @@ def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Rec
         return first, steady, record.take()
 
 
-def processor_seconds() -> float:
-    """The time that processors spent on this process and those it waited for, in seconds."""
-    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in usage)
-
-
 def _compiled(name: str, text: str) -> Any:
     """A kernel that Inductor wrote, compiled as Inductor's worker processes do."""
     from torch._inductor import config
@@ -256,24 +234,6 @@ def _compiled(name: str, text: str) -> Any:
         tuner = getattr(PyCodeCache.load(text), name)
         tuner.precompile(warm_cache_only=True)
         return tuner.compile_results[0].kernel
-
-
-def _kernel(name: str, launches: int, kernel: Any, arch: int, elements: float | None = None) -> KernelReport:
-    """A program of the kernel has so many ``elements``: 0 where it works on whole tensors, None if nobody knows."""
-    text = ptx.read(kernel.asm["ptx"])
-    made = ptx.resources(kernel.asm["ptx"], arch)
-    path = [] if elements == 0 else [a for a in text.full_path if a.elementwise]
-    return KernelReport(
-        name,
-        launches,
-        sum(a.program_bytes for a in path) / elements if elements else None,
-        made._replace(shared=max(made.shared, kernel.metadata.shared)),
-        widths=sorted({a.width for a in path}),
-        masked=any(a.masked for a in path),
-        extern=text.extern,
-        operations=text.operations * text.threads / elements if elements else None,
-        barriers=text.barriers,
-    )
 
 
 def _decision(decided: Sequence[Decisions], outside: int) -> str:

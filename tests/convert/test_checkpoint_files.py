@@ -497,7 +497,8 @@ class TestCommand:
         files.write(_adamw(), tmp_path / "a.safetensors", "safetensors")
         command = [
             sys.executable,
-            ROOT / "compiled_optim" / "command_line" / "convert.py",
+            "-m",
+            "compiled_optim.command_line.convert",
             "a.safetensors",
             "a.safetensors",
             "--to",

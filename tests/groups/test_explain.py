@@ -672,8 +672,8 @@ def test_it_changes_nothing(pending: bool) -> None:
 
 def test_it_does_not_wait_for_a_device() -> None:
     pytest.importorskip("triton")
-    from perf.lowering.fake_cuda import fake_cuda
-    from perf.lowering.record import recording
+    from compiled_optim.simulated.fake_cuda import fake_cuda
+    from compiled_optim.simulated.record import recording
 
     with fake_cuda(90), recording("cuda") as recorder:
         rate = torch.full((), 0.5, device="cuda")

@@ -20,8 +20,8 @@ from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 import compiled_optim as co
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Record, recording
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Record, recording
 
 pytest.importorskip("triton")
 

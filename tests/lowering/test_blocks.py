@@ -12,8 +12,8 @@ from torch import nn
 import compiled_optim as co
 from compiled_optim.lowering.kernels.table import blocks_of
 from compiled_optim.optimizer import engine_of
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.report import processor_seconds
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.step import processor_seconds
 
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # times are the machine's

@@ -20,8 +20,8 @@ from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Record, recording
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Record, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
 

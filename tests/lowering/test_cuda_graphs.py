@@ -14,8 +14,8 @@ from torch import Tensor, nn
 import compiled_optim as co
 from compiled_optim.lowering import stacked as lowering
 from compiled_optim.optimizer import engine_of
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Decisions, deciding
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Decisions, deciding
 
 pytest.importorskip("triton")
 

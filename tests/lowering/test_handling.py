@@ -15,9 +15,9 @@ from torch import nn
 import compiled_optim as co
 from compiled_optim.lowering.kernels import triton as triton_lowering
 from compiled_optim.optimizer import engine_of
-from perf.lowering import ptx
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Launch, recording
+from compiled_optim.simulated import ptx
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Launch, recording
 from perf.lowering.report import cpu_in_place_of_cuda
 
 pytest.importorskip("triton")

@@ -23,9 +23,9 @@ from compiled_optim.lowering.looped import KernelStackLowering
 from compiled_optim.lowering.stacked import StackTableLowering
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import Number, hyper, storage
-from perf.lowering import ptx
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Record, recording
+from compiled_optim.simulated import ptx
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Record, recording
 from perf.workloads import WORKLOADS
 
 triton = pytest.importorskip("triton")

@@ -16,10 +16,10 @@ from compiled_optim.lowering.torch_ops import inductor, lists
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
-from perf.lowering import fake_cuda as fake
+from compiled_optim.simulated import fake_cuda as fake
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import recording
 from perf.lowering import inductor_source
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import recording
 
 SHAPES = [(3,), (4, 16), (1,), (64,), (4099,), (40, 128), (4096,), (0,)]
 

@@ -27,12 +27,13 @@ from compiled_optim.lowering.kernels import triton as lowering
 from compiled_optim.memory import cache, torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.plan.compilations import kernel_key
+from compiled_optim.simulated import ptx
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Decisions, recording
 from perf.competitors import exported
 from perf.lowering import __main__ as command
-from perf.lowering import inductor_source, ptx
+from perf.lowering import inductor_source
 from perf.lowering import report as report_module
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Decisions, recording
 from perf.lowering.report import (
     KernelReport,
     Report,

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import compiled_optim as co
-from perf.lowering import ptx
-from perf.lowering.record import recording
+from compiled_optim.simulated import ptx
+from compiled_optim.simulated.record import recording
 from perf.lowering.report import cpu_in_place_of_cuda
 
 triton = pytest.importorskip("triton")

@@ -25,9 +25,9 @@ from compiled_optim.lowering.looped import KernelStackLowering
 from compiled_optim.lowering.stacked import StackTableLowering
 from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import recording
 from perf.competitors import OURS, TORCH_PRODUCTS, competitor
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import recording
 from perf.workloads import WORKLOADS
 
 pytest.importorskip("triton")

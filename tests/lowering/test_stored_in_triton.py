@@ -12,8 +12,9 @@ from new_process import printed_by
 from stored_cases import CASES, MODES
 
 from compiled_optim.rule.symbols import PLAIN
+from compiled_optim.simulated.step import KernelReport
 from perf.competitors import exported
-from perf.lowering.report import KernelReport, Report, Workload, elementwise, lower
+from perf.lowering.report import Report, Workload, elementwise, lower
 
 pytest.importorskip("triton")
 

@@ -16,9 +16,9 @@ from compiled_optim.lowering.kernels import symmetric, triton_stacks
 from compiled_optim.lowering.kernels import triton as kernels
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import gram, quadratic
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.ptx import resources
-from perf.lowering.record import recording
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.ptx import resources
+from compiled_optim.simulated.record import recording
 
 
 def today(x: Tensor, numbers: tuple[Any, ...], dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,7 @@ EXTRAS = {
     "tests": "test",
     "tests/trainers": "full",
     "compiled_optim/convert": "convert",
+    "compiled_optim/command_line": "cli",
     "compiled_optim/explain.py": "tables",
     "tools": "",
     "tools/demo": "demo",

@@ -35,10 +35,11 @@ FLOORS = [
     {"step"},
     {"optimizer", "model"},
     {"optimizers", "release", "report", "state_dicts"},
-    {"capture", "explain"},
+    {"capture", "explain", "simulated"},
     {"switch"},
     {"convert"},
     {"command_line"},
+    {"__main__"},
     {""},
 ]
 

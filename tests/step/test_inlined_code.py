@@ -15,9 +15,9 @@ from compiled_optim.lowering.torch_ops import inductor, lists
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Graph, recording
 from perf.lowering import inductor_source
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import Graph, recording
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
 

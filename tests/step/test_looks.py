@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
 from compiled_optim.optimizer import engine_of
+from compiled_optim.simulated.ptx import resources
 from perf import no_device
-from perf.lowering.ptx import resources
 
 pytest.importorskip("triton")
 

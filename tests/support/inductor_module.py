@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.memory import torch_compiler
+from compiled_optim.simulated.record import deciding
 from perf.lowering.inductor_source import itemsize
-from perf.lowering.record import deciding
 
 _LOAD = re.compile(r"tl\.load\((\w+) \+ (.*), r0_mask", re.MULTILINE)
 _SHARED = re.compile(r"^    (x\d+) = xindex // ", re.MULTILINE)

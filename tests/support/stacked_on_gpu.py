@@ -12,9 +12,9 @@ from torch import nn
 
 import compiled_optim as co
 from compiled_optim.lowering import choice, stacked
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import recording
 from perf.lowering import inductor_source
-from perf.lowering.fake_cuda import fake_cuda
-from perf.lowering.record import recording
 
 SHAPES = [(), (4,), (4, 6), (4, 3, 2, 2)]
 

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.memory import torch_internals
-from perf import no_device
+from compiled_optim.simulated.driver import answer, driver
 
 _DATA_PTR = Tensor.data_ptr
 _ROOM = 1 << 36  # bytes between the addresses of two storages
@@ -30,9 +30,9 @@ _CUDA, _MPS, _META = 1, 13, 14  # positions in it
 
 def triton_target(arch: int) -> contextlib.AbstractContextManager[object]:
     """Let Triton compile for compute capability ``arch`` (90 for sm_90); a launch does nothing."""
-    from triton.runtime import driver
+    from triton import runtime
 
-    return mock.patch.object(driver, "_active", no_device.driver(arch))
+    return mock.patch.object(runtime.driver, "_active", driver(arch))
 
 
 @contextlib.contextmanager
@@ -58,7 +58,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
     answers: dict[str, Any] = dict.fromkeys(("is_available", "is_triton_capable", "is_bf16_supported"), True)
     answers |= {"get_device_properties": properties, "get_compute_capability": arch, "current_device": 0}
     answers |= {"raise_if_triton_unavailable": None}
-    fixed = {name: staticmethod(functools.partial(no_device.answer, value)) for name, value in answers.items()}
+    fixed = {name: staticmethod(functools.partial(answer, value)) for name, value in answers.items()}
     worker = type("Worker", (device_interface.CudaInterface.Worker,), fixed)
     interface = type("FakeCuda", (device_interface.CudaInterface,), {**fixed, "Worker": worker})
     current = [0]
@@ -75,11 +75,11 @@ def fake_cuda(arch: int) -> Iterator[None]:
         mock.patch.dict(device_interface.device_interfaces, dict.fromkeys(("cuda", "cuda:0", "cuda:1"), interface)),
         mock.patch.multiple(
             torch.cuda,
-            get_device_properties=functools.partial(no_device.answer, properties),
+            get_device_properties=functools.partial(answer, properties),
             current_device=lambda: current[0],
             _exchange_device=exchange,
             _maybe_exchange_device=exchange,
-            is_current_stream_capturing=functools.partial(no_device.answer, False),
+            is_current_stream_capturing=functools.partial(answer, False),
         ),
         mock.patch.object(triton_helpers, "set_driver_to_gpu"),
         mock.patch.multiple(Tensor, create=True, data_ptr=_address, pin_memory=lambda tensor, device=None: tensor),
@@ -87,7 +87,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         # It computes constants on the device, and caches graphs of a device that is not there.
         config.patch(joint_graph_constant_folding=False, fx_graph_cache=False, compile_threads=1),
         FakeTensorMode(allow_non_fake_inputs=True),
-        _RealHost(),
+        _RealHost(),  # type: ignore[no-untyped-call]
     ):
         for function in (*vars(torch.utils._triton).values(), DeviceProperties.create):
             if hasattr(function, "cache_clear"):  # it remembers the device
@@ -96,7 +96,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
         yield
 
 
-class _RealHost(TorchDispatchMode):
+class _RealHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps tensors on the CPU real under FakeTensorMode: the host computes the tables that it uploads."""
 
     supports_higher_order_operators = True
@@ -129,11 +129,11 @@ def _device_guard(device: int = _CUDA) -> Iterator[None]:
         guards[device] = before
 
 
-_is_not_fake = functools.partial(no_device.answer, False)  # a mock would keep every tensor that it was called with
+_is_not_fake = functools.partial(answer, False)  # a mock would keep every tensor that it was called with
 
 
 def _address(tensor: Tensor) -> int:
     if not isinstance(tensor, FakeTensor):
         return _DATA_PTR(tensor)
     place = _PLACES.setdefault(int(tensor.untyped_storage()._cdata), len(_PLACES) + 1)
-    return 0 if tensor.numel() == 0 else place * _ROOM + tensor.storage_offset() * tensor.element_size()
+    return 0 if tensor.numel() == 0 else place * _ROOM + int(tensor.storage_offset()) * tensor.element_size()

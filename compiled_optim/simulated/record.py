@@ -162,11 +162,11 @@ def recording(device: str) -> Iterator[Record]:
         yield record
 
 
-class _Operators(TorchDispatchMode):
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records the operators on tensors of one device type; views and allocations do not reach it."""
 
     def __init__(self, record: Record, device: str) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._record, self._device = record, device
 
     supports_higher_order_operators = True

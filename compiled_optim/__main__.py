@@ -1,0 +1,8 @@
+"""``python -m compiled_optim``: the command line, as ``compiled-optim``."""
+
+import sys
+
+from compiled_optim.command_line import main
+
+if __name__ == "__main__":
+    sys.exit(main())

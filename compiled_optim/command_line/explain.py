@@ -1,0 +1,211 @@
+"""Explain a model's parameters, or a checkpoint's: which rule has each, with which numbers, in how many bytes, and why.
+
+MODEL is "package.module:name" of a module or of what makes one, with plain arguments if it takes some:
+"torch.nn:TransformerEncoderLayer(64, 4)" or "train:make_model". It is imported and called as your program would. By default
+its parameters are on the meta device, which takes no memory. MODEL may also be a file or folder with an optimizer's state.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import os
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import compiled_optim as co
+from compiled_optim.command_line.lowering import ARCHITECTURES, lowered
+from compiled_optim.command_line.parts.checkpoints import (
+    checkpoint_argument,
+    numbers,
+    parameters,
+    read,
+    shape_of,
+    steps,
+    tensors,
+)
+from compiled_optim.command_line.parts.expressions import call, created, optimizer_arguments, parsed
+from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
+
+_PARTS = {"kahan_comp", "remainder", "master_param"}  # of the state, that any optimizer may have
+_FORM = re.compile(r"_(int8|scale)$")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("model", metavar="MODEL", help="package.module:name, or a checkpoint")
+    optimizer_arguments(parser, "muonadamw")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters, if not their own")
+    parser.add_argument("--device", choices=("meta", "cpu"), default="meta", help="where the model is; meta by default")
+    parser.add_argument("--arch", choices=ARCHITECTURES, help="count the launches of a step, as the command lowering does")
+    parser.add_argument("--each", action="store_true", help="list each parameter, not one of those that are alike")
+    checkpoint_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Explain it; 1 if there are warnings."""
+    path = Path(options.model)
+    if path.exists():
+        return _explain_file(options, path)
+    model = made_model(options.model, options.device, options.dtype)
+    optimizer = created(options.optimizer, model, options.set)
+    found, memory = co.explain(model, optimizer), co.memory_report(optimizer)
+    step = None
+    if options.arch:
+
+        def again() -> co.CompiledOptimizer:
+            place = "cpu" if options.arch == "cpu" else "cuda"
+            return created(options.optimizer, made_model(options.model, place, options.dtype), options.set)
+
+        lowered_step = lowered(again, options.arch)
+        step = {"arch": options.arch, "launches": lowered_step.launches, "operators": lowered_step.operators}
+    sizes = {"parameters": memory.weights, "gradients": memory.weights, "state": dict(memory.state)}
+    records = {
+        "optimizer": type(optimizer).__name__,
+        "elements": memory.elements,
+        "bytes": sizes,
+        "step": step,
+        "parameters": found.records,
+        "warnings": [finding._asdict() for finding in found.warnings],
+    }
+    show(options, records, lambda: _drawn(records, [str(w) for w in found.warnings], each=options.each))
+    return 1 if found.warnings else 0
+
+
+def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
+    """The module that ``package.module:name`` is, or makes, on a device.
+
+    Raises:
+        ValueError: there is no such module or name, it fails, or it makes something else.
+    """
+    place, colon, expression = source.partition(":")
+    if not colon:
+        raise ValueError(f"{source!r} is neither a file nor package.module:name, such as torch.nn:Transformer")
+    name, positional, named = call(parsed(expression), expression)
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, for a console script
+    try:
+        found: Any = importlib.import_module(place)
+        for part in name.split("."):
+            found = getattr(found, part)
+        if not isinstance(found, torch.nn.Module) and callable(found):
+            with torch.device(device):
+                found = found(*positional, **named)
+    except Exception as error:  # whatever the user's code raises
+        hint = "; try --device cpu" if device == "meta" and not isinstance(error, (AttributeError, ImportError)) else ""
+        raise ValueError(f"{source}: {type(error).__name__}: {error}{hint}") from error
+    if not isinstance(found, torch.nn.Module):
+        raise ValueError(f"{source} is a {type(found).__name__}, and no torch.nn.Module")
+    return found if dtype is None else found.to(getattr(torch, dtype))
+
+
+def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> Iterator[Any]:
+    from rich.text import Text
+
+    every, sizes = records["parameters"], records["bytes"]
+    state = sum(sizes["state"].values())
+    total, elements = sizes["parameters"] + sizes["gradients"] + state, records["elements"]
+    head = f"{records['optimizer']}: {size(elements)} parameters in {len(every):,} tensors, "
+    yield Text(f"{head}{size(total, 'B')}, {total / max(elements, 1):.2f} bytes for each", style="bold")
+    parts = {"weights": sizes["parameters"], "gradients": sizes["gradients"], **sizes["state"]}
+    yield Text("  ".join(f"{name} {size(number, 'B')}" for name, number in parts.items()), style="dim")
+    if step := records["step"]:
+        yield Text(f"a step on {step['arch']}: {step['launches']} kernel launches, {step['operators']} torch operators")
+    by_group: dict[Any, list[Any]] = {}
+    for r in every:
+        by_group.setdefault((r["group"], r["rule"] or "none", text(r["weight_decay"]), r["precision"]), []).append(r)
+    rows = []
+    for (_, rule, decay, precision), listed in sorted(by_group.items(), key=lambda item: -sum(map(_elements, item[1]))):
+        count, rates = sum(map(_elements, listed)), [r["lr"] for r in listed]
+        known = sorted({rate for rate in rates if isinstance(rate, (int, float))}) or rates[:1]
+        lr = " to ".join(dict.fromkeys(map(text, (known[0], known[-1]))))
+        share = f"{count / max(elements, 1):.1%}"
+        rows.append((rule, len(listed), size(count), share, lr, decay, precision.replace(" state", ", state")))
+    columns = dict.fromkeys(("tensors", "numbers", "share", "lr", "decay"), ">")
+    yield table({"rule": "bold cyan", **columns, "precision": "dim"}, rows)
+    alike: dict[Any, list[Any]] = {}
+    for r in every:
+        why, sizes = None if r["why"] == "default" else r["why"], "lazy" if r["shape"] is None else shape(r["shape"])
+        alike.setdefault((_stem(r["name"], each=each), sizes, r["rule"] or "none", why), []).append(r)
+    rows = [(name, _times(listed), *rest) for (name, *rest), listed in alike.items()]
+    yield table({"parameter": "bold", " ": ">dim", "shape": ".", "rule": ".cyan", "why": "dim"}, rows)
+    yield from findings((w.removeprefix("warning ") for w in warnings), "no warnings")
+
+
+def _stem(name: str, *, each: bool) -> str:
+    """A name with ``*`` for the numbers of layers, unless ``each`` is listed."""
+    return name if each else re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
+
+
+def _times(listed: list[Any]) -> str:
+    return f"{len(listed)} x" if len(listed) > 1 else ""
+
+
+def _elements(record: Mapping[str, Any]) -> int:
+    return math.prod(record["shape"]) if record["shape"] is not None else 0
+
+
+def _explain_file(options: argparse.Namespace, path: Path) -> int:
+    state_dict = read(path, options.key)
+    groups = [numbers(group) for group in state_dict["param_groups"]]
+    known = list(parameters(state_dict))
+    held: list[set[str]] = [set() for _ in groups]
+    for _, place, entries in known:
+        held[place].update(tensors(entries))
+    rules = [_rules(names, group) for names, group in zip(held, groups, strict=True)]
+    records = [
+        {
+            "name": name,
+            "group": place,
+            "shape": list(shape_of(entries)),
+            "step": steps(entries),
+            "rules": rules[place],
+            "state_bytes": sum(value.nbytes for value in tensors(entries).values()),
+            "state": {key: text(value.dtype) for key, value in tensors(entries).items()},
+        }
+        for name, place, entries in known
+    ]
+    found = {"file": str(path), "groups": groups, "parameters": records}
+    show(options, found, lambda: _drawn_file(path, records, each=options.each))
+    return 0
+
+
+def _rules(entries: set[str], group: Mapping[str, Any]) -> list[str]:
+    """The optimizers that a group may be of: they have its state and its numbers, and the fewest numbers else."""
+    if named := group.get("rule"):
+        return [str(named)]
+    own, fits = {_FORM.sub("", name) for name in entries} - _PARTS, {}
+    for name in co.list_optimizers():
+        info = co.optimizer_info(name)
+        said = {argument.name for argument in info.arguments} | {"decoupled_weight_decay", "initial_lr"}
+        missing, more = group.keys() - said, said - group.keys()
+        is_coupled = group.get("decoupled_weight_decay") is False  # which AdamW cannot be
+        can_be = not is_coupled or any(argument.name == "decoupled_weight_decay" for argument in info.arguments)
+        if own <= {*info.states} and not missing and can_be and "." not in name:
+            fits[name] = len(more)
+    least = min(fits.values(), default=0)
+    return [name for name, more in fits.items() if more == least]
+
+
+def _drawn_file(path: Path, records: list[Any], *, each: bool) -> Iterator[Any]:
+    from rich.text import Text
+
+    total = sum(r["state_bytes"] for r in records)
+    yield Text(f"{path.name}: state of {len(records):,} parameters, {size(total, 'B')}", style="bold")
+    alike: dict[Any, list[Any]] = {}
+    for r in records:
+        state = ", ".join(f"{key} {dtype}" for key, dtype in r["state"].items()) or "none"
+        rule = " or ".join(r["rules"]) or "not known"
+        sizes = shape(r["shape"]) if r["state"] else ""
+        alike.setdefault((_stem(r["name"], each=each), sizes, rule, state), []).append(r)
+    rows = [
+        (name, _times(listed), sizes, rule, size(sum(r["state_bytes"] for r in listed), "B"), state)
+        for (name, sizes, rule, state), listed in alike.items()
+    ]
+    yield table({"parameter": "bold", " ": ">dim", "shape": ".", "rule": "cyan", "state": ">", "entries": "dim"}, rows)

@@ -1,0 +1,131 @@
+"""Look into a checkpoint: names, dtypes, shapes, step counts, ranges of moments, what is dead or not finite.
+
+CHECKPOINT is what the command convert reads: files of torch.save or safetensors, and folders. Nothing in it is executed. A
+parameter is dead if it took steps and its averages are all 0, as if it never had a gradient.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from compiled_optim.command_line.parts.checkpoints import (
+    checkpoint_argument,
+    numbers,
+    parameters,
+    read,
+    shape_of,
+    steps,
+    tensors,
+)
+from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
+
+_NO_AVERAGES = {"master_param", "remainder", "kahan_comp"}  # parts of the weight itself
+_SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
+_FEW = 3  # names that a message lists
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file or folder with an optimizer's state")
+    parser.add_argument("--names", default="*", metavar="PATTERN", help="show only parameters that match, such as '*bias'")
+    checkpoint_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Show the checkpoint; 1 if something in it is probably wrong."""
+    state_dict = read(options.checkpoint, options.key)
+    known = [(name, place, entries) for name, place, entries in parameters(state_dict) if fnmatchcase(name, options.names)]
+    if not known:
+        raise ValueError(f"{options.checkpoint} has no parameter {options.names!r}")
+    records = [_record(*each) for each in known]
+    found = dict(_wrong(records))
+    groups = [numbers(group) for group in state_dict["param_groups"]]
+    show(
+        options,
+        {"file": str(options.checkpoint), "groups": groups, "parameters": records, "findings": found},
+        lambda: _drawn(options.checkpoint, groups, records, found),
+    )
+    return 1 if found else 0
+
+
+def _record(name: str, place: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "name": name,
+        "group": place,
+        "shape": list(shape_of(entries)),
+        "step": steps(entries),
+        "bytes": sum(value.nbytes for value in tensors(entries).values()),
+        "state": {key: _range(value) for key, value in tensors(entries).items()},
+    }
+
+
+def _range(value: Tensor) -> dict[str, Any]:
+    """The dtype and shape of an entry, and the range of its numbers; codes and bits have none."""
+    found: dict[str, Any] = {"dtype": text(value.dtype), "shape": list(value.shape)}
+    if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
+        return found
+    real = value.abs() if value.is_complex() else value.float()
+    is_finite = real.isfinite()
+    finite = real if bool(is_finite.all()) else real[is_finite]
+    if finite.numel():
+        found |= {"min": finite.min().item(), "max": finite.max().item(), "mean_abs": finite.abs().mean().item()}
+    return found | {"non_finite": real.numel() - finite.numel()}
+
+
+def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
+    """What is probably wrong, with the names of its parameters."""
+    moved = [r for r in records if r["step"]]
+    averages = [(r, [e for key, e in r["state"].items() if "max" in e and key not in _NO_AVERAGES]) for r in moved]
+    dead = [r["name"] for r, entries in averages if entries and not any(e["min"] or e["max"] for e in entries)]
+    still = [r["name"] for r in records if moved and not r["step"] and (r["step"] == 0 or not r["state"])]
+    spoiled = [r["name"] for r in records if any(entry.get("non_finite") for entry in r["state"].values())]
+    listed = {
+        "dead: took steps, but their averages are all 0": dead,
+        "never stepped, though others were": still,
+        "not finite: their state has an infinite or NaN number": spoiled,
+    }
+    yield from ((what, names) for what, names in listed.items() if names)
+
+
+def _drawn(path: Path, groups: list[Any], records: list[Any], found: Mapping[str, list[str]]) -> Iterator[Any]:
+    from rich.text import Text
+
+    total, counts = sum(r["bytes"] for r in records), sorted({r["step"] for r in records if r["step"] is not None})
+    taken = "no step counts" if not counts else f"step {text(int(counts[0]))}"
+    taken += f" to {text(int(counts[-1]))}" if len(counts) > 1 else ""
+    head = f"{path.name}: {len(records):,} parameters in {len(groups)} group{'s' * (len(groups) != 1)}, {taken}, "
+    yield Text(f"{head}{size(total, 'B')} of state", style="bold")
+    yield groups_table(groups)
+    rows: list[tuple[Any, ...]] = []
+    for r in records:
+        first: tuple[str, str, int | None] = (r["name"], shape(r["shape"]), None if r["step"] is None else int(r["step"]))
+        for key, entry in r["state"].items() or [("no state", {})]:
+            ranges = [entry.get(number) for number in ("min", "max", "mean_abs")]
+            style = "red" if entry.get("non_finite") else ""
+            shown = ("" if n is None else re.sub(r"e([+-])0", r"e\1", f"{n:.1e}") if n else "0" for n in ranges)
+            dtype = _SHORT.get(entry.get("dtype", ""), entry.get("dtype"))
+            rows.append((*first, Text(key, style=style), dtype, *shown))
+            first = ("", "", None)
+    columns = {"name": "bold cyan", "shape": ".", "step": ">", "state": ".", "dtype": ".dim"}
+    yield table({**columns, "min": ">", "max": ">", "mean |x|": ">"}, rows)
+    yield from findings((f"{what}: {_first(names)}" for what, names in found.items()), "nothing is wrong in it")
+
+
+def _first(names: list[str]) -> str:
+    """The first few names, and how many more there are."""
+    return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW:,} more" if len(names) > _FEW else "")
+
+
+def groups_table(groups: list[dict[str, Any]]) -> Any:
+    """What groups say: a row for each number, a column for each group; what is unset everywhere is left out."""
+    keys = dict.fromkeys(key for group in groups for key in group)
+    rows = [(key, *(text(group.get(key)) for group in groups)) for key in keys]
+    said = [row for row in rows if {*row[1:]} - {"", "False", "()"}]
+    return table({"group": "bold", **{f"{'#'}{i}": ">" for i in range(len(groups))}}, said)

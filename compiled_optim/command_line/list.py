@@ -1,0 +1,99 @@
+"""List optimizers, with bytes per parameter; or all arguments of one.
+
+"compiled-optim list" lists all, "list '*adam*'" those that match, and "list adamw" describes one. Bytes are those of weight,
+gradient and state for each number of a large matrix.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import compiled_optim as co
+from compiled_optim.command_line.parts.output import show, table
+
+_BAR = 30  # characters of the longest
+_SOURCE = re.compile(r" \((?:[^()]|\([^()]*\))*\)|^\w+: ")  # a source, and the name that stands beside it already
+_FORMS = re.compile(r".*_(int8|scale)$|kahan_comp|remainder|master_param")  # which state has with some arguments
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("pattern", nargs="?", default="*", metavar="PATTERN", help="a name, or such as '*adam*'")
+
+
+def run(options: argparse.Namespace) -> int:
+    """List what matches."""
+    names = _matching(options.pattern)
+    infos = [co.optimizer_info(name) for name in names]
+    records = [_record(info) for info in infos]
+    show(options, records, lambda: _one(infos[0]) if len(infos) == 1 else [_many(infos)])
+    return 0
+
+
+def _matching(pattern: str) -> list[str]:
+    if names := co.list_optimizers(pattern) if any(c in pattern for c in "*?[") else co.list_optimizers(f"*{pattern}*"):
+        return [pattern.lower()] if pattern.lower() in names else names
+    return [co.optimizer_info(pattern).name]  # raises an error that has similar names
+
+
+def _record(info: co.OptimizerInfo) -> dict[str, Any]:
+    known = [a._asdict() | {"required": a.default is inspect.Parameter.empty} for a in info.arguments]
+    return vars(info) | {
+        "cls": info.cls.__name__,
+        "arguments": [{**a, "default": None} if a["required"] else a for a in known],
+    }
+
+
+def _many(infos: list[co.OptimizerInfo]) -> Any:
+    rows = []
+    for info in infos:
+        smallest = min(info.bytes_per_parameter.items(), key=lambda item: item[1], default=("", None))
+        own = [info.bytes_per_parameter.get(name) for name in ("float32", "bfloat16")]
+        numbers = [None if number is None else f"{number:.1f}" for number in (*own, smallest[1])]
+        rows.append((info.name, info.kind, *numbers, _capital(_SOURCE.sub("", info.summary)).replace("``", "")))
+    columns = {"optimizer": ".bold cyan", "works on": ".dim", "float32": ">", "bfloat16": ">", "least": ">green", "": "~"}
+    caption = "Bytes for each parameter: weight, gradient and state. Least: with the best of weights= and state_dtype=."
+    return table(columns, rows, caption=caption)
+
+
+def _one(info: co.OptimizerInfo) -> Iterator[Any]:
+    from rich.text import Text
+
+    yield Text.assemble((info.cls.__name__, "bold cyan"), ("  " + info.summary, ""))
+    states = [name for name in info.states if not _FORMS.fullmatch(name)]
+    facts = {"papers": info.sources, "state": states, "takes over state of": info.counterparts}
+    for name, values in facts.items():
+        if values:
+            yield Text.assemble((f"{name}: ", "dim"), ", ".join(values))
+    if info.bytes_per_parameter:
+        most = max(info.bytes_per_parameter.values())
+        rows = [
+            (name.removeprefix("bfloat16, "), f"{number:.2f}", "█" * round(_BAR * number / most))
+            for name, number in sorted(info.bytes_per_parameter.items(), key=lambda item: -item[1])
+        ]
+        caption = "All but float32 are bfloat16 parameters."
+        yield table({"precision": "", "bytes": ">", "for each parameter": ".green"}, rows, title="Memory", caption=caption)
+    common = inspect.get_annotations(co.CompiledOptimizer)
+    own = [(*_start(a), _said(a.help)) for a in info.arguments if a.name not in common]
+    shared = [(*_start(a), _said(a.help).partition(". ")[0].rstrip(".") + ".") for a in info.arguments if a.name in common]
+    columns = {"argument": ".bold", "default": "cyan", "": ""}
+    yield table(columns, own, title="Its arguments")
+    caption = f"help(co.{info.cls.__name__}) says more." if "." not in info.name else ""
+    yield table(columns, shared, title="Arguments of many optimizers", caption=caption)
+
+
+def _start(argument: Any) -> tuple[str, str]:
+    return argument.name, "required" if argument.default is inspect.Parameter.empty else repr(argument.default)
+
+
+def _said(help_text: str) -> str:
+    """What a docstring says, without its marks."""
+    return re.sub(r":\w+:`~?\.?(\w+)`", r"\1", help_text).replace("``", "")
+
+
+def _capital(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]

@@ -1,0 +1,126 @@
+"""Show what a step lowers to on a GPU, without one: kernels, launches, bytes, registers.
+
+Triton compiles the kernels and its assembler counts registers and spills; nothing runs. With "--arch cpu" the kernels are
+C++, which is compiled and run here. Shapes are gpt2 (148 tensors), vit-tiny (152 tensors), or your own: "768x3072,768" is
+two tensors, and "4096*100" a hundred. Seconds are processor time of the first step; compiled kernels may come from a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+import compiled_optim as co
+from compiled_optim.command_line.parts.expressions import created, set_argument
+from compiled_optim.command_line.parts.output import needed, show, size, table
+
+if TYPE_CHECKING:
+    from compiled_optim.simulated.step import SimulatedStep
+
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "cpu")
+
+
+def arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what the command takes."""
+    parser.add_argument("optimizer", nargs="?", default="adamw", metavar="OPTIMIZER", help="adamw by default")
+    parser.add_argument("--shapes", default="gpt2", metavar="SHAPES", help="gpt2 by default, vit-tiny, or 768x3072,768*12")
+    parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90", help="sm_90 by default")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters")
+    parser.add_argument("--source", action="store_true", help="print the kernels, and nothing else")
+    set_argument(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Lower a step and show it."""
+    sizes = parsed_shapes(options.shapes)
+    dtype = getattr(torch, options.dtype)
+
+    def make() -> co.CompiledOptimizer:
+        params = {f"layer{i}.weight": torch.empty(each, dtype=dtype, requires_grad=True) for i, each in enumerate(sizes)}
+        return created(options.optimizer, params, options.set)
+
+    found = lowered(make, options.arch)
+    elements = sum(map(math.prod, sizes))
+    records = {
+        "optimizer": options.optimizer,
+        "arch": options.arch,
+        "dtype": options.dtype,
+        "tensors": len(sizes),
+        "parameters": elements,
+        "lowering": co.compile_report(found.optimizer).lowering,
+        "launches": found.launches,
+        "operators": found.operators,
+        "bytes_per_parameter": found.bytes_per_parameter,
+        "seconds": found.seconds,
+        "kernels": [k._asdict() | {"resources": k.resources._asdict()} for k in found.kernels],
+        "sources": found.sources,
+    }
+    if options.source and not options.json:
+        print(*found.sources, sep="\n\n")
+        return 0
+    show(options, records, lambda: _drawn(found, records))
+    return 0
+
+
+def lowered(make: Any, arch: str) -> SimulatedStep:
+    """The step of the optimizer that ``make`` makes, on one of :data:`ARCHITECTURES`."""
+    if arch != "cpu":
+        needed("triton", "compiling for a GPU", "")
+    from compiled_optim.simulated.step import simulated_step
+
+    return simulated_step(make, None if arch == "cpu" else int(arch[3:]))
+
+
+def parsed_shapes(given: str) -> list[tuple[int, ...]]:
+    """The shapes that a name or a list such as ``768x3072,768*12`` stands for."""
+    from compiled_optim.simulated.shapes import MODELS
+
+    if given in MODELS:
+        return MODELS[given]()
+    found: list[tuple[int, ...]] = []
+    for part in given.split(","):
+        sizes, _, count = part.partition("*")
+        numbers = [*sizes.split("x"), count or "1"]
+        if not all(number.strip().isdecimal() and int(number) for number in numbers):
+            raise ValueError(f"--shapes must be {', '.join(MODELS)}, or such as 768x3072,768*12; got {part!r}")
+        found += [tuple(map(int, numbers[:-1]))] * int(numbers[-1])
+    return found
+
+
+def _drawn(found: SimulatedStep, records: dict[str, Any]) -> Iterator[Any]:
+    from rich.text import Text
+
+    kind = type(found.optimizer).__name__
+    what = f"{kind} on {records['arch']}: {records['tensors']:,} tensors, {size(records['parameters'])} {records['dtype']}"
+    yield Text(f"{what} parameters", style="bold")
+    moved = records["bytes_per_parameter"]
+    rows = [
+        ("lowering", records["lowering"], "how the step runs"),
+        ("kernel launches", records["launches"], "per step, whatever the number of tensors" if found.launches < 5 else ""),
+        ("torch operators", records["operators"], "per step, on the device"),
+        *([] if moved is None else [("bytes/parameter", f"{moved:.2f}", "that a step reads and writes")]),
+        ("first step", f"{found.seconds:.2f} s", "of processor time, to compile and to begin"),
+    ]
+    yield table({"": "bold", " ": ">cyan", "  ": "dim"}, rows)
+    if found.kernels:
+        kernels = [
+            (
+                k.name,
+                k.launches,
+                "" if k.bytes_per_param is None else f"{k.bytes_per_param:.2f}",
+                k.resources.registers,
+                k.resources.spills,
+                size(k.resources.shared, "B"),
+                " ".join(k.widths),
+            )
+            for k in found.kernels
+        ]
+        columns = dict.fromkeys(("launches", "bytes", "registers", "spills", "shared"), ">")
+        caption = "Bytes for each parameter. Registers of a thread. Spills in bytes. --source prints the kernels."
+        yield table({"kernel": ".bold", **columns, "accesses": ""}, kernels, title="Triton kernels", caption=caption)
+    elif found.sources:
+        yield Text(f"C++ kernels: {len(found.sources)}; --source prints them.", style="dim")

@@ -1,0 +1,111 @@
+"""What commands print: tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+_UNITS = ("", "k", "M", "G", "T")
+
+
+def needed(module: str, purpose: str, extra: str = "cli") -> Any:
+    """The imported ``module``; an error that names what to install: the package's ``extra``, or without one itself."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+            raise
+        name = module.partition(".")[0]
+        install = f"'compiled-optim[{extra}]'" if extra else name
+        raise ModuleNotFoundError(f"{purpose} needs {name}: pip install {install}") from error
+
+
+def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[Any]]) -> None:
+    """Print ``records`` as JSON if the options say so, else what ``draw`` makes, which rich can print."""
+    if options.json:
+        print(json.dumps(_plain(records), indent=1, allow_nan=False))
+        return
+    console = needed("rich.console", "a table").Console(highlight=False)
+    for each in draw():
+        console.print(each)
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as JSON has it. What is not finite, and what JSON lacks, becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(entry) for entry in value]
+    if isinstance(value, torch.Tensor):
+        return _plain(value.tolist())
+    is_plain = value is None or isinstance(value, (str, int)) or (isinstance(value, float) and math.isfinite(value))
+    return value if is_plain else text(value)
+
+
+def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: str = "", caption: str = "") -> Any:
+    """A table without empty columns. Styles: ``>`` to the right, ``.`` in one line, ``~`` cut to fit, or a colour."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    cells = [
+        [cell if isinstance(cell, Text) else Text(text(cell)) for cell in row] for row in rows
+    ]  # brackets are no markup
+    filled = [i for i in range(len(columns)) if not cells or any(row[i].plain for row in cells)]
+    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
+    made.pad_edge, made.collapse_padding = False, True
+    made.expand, made.show_header = any("~" in style for style in columns.values()), any(map(str.strip, columns))
+    made.caption, made.caption_justify, made.caption_style = caption or None, "left", "dim"
+    for name, style in [list(columns.items())[i] for i in filled]:
+        colour = style.strip(">.~")
+        made.add_column(
+            name,
+            justify="right" if ">" in style else "left",
+            style=colour or None,
+            no_wrap=any(mark in style for mark in ">.~"),
+            overflow="ellipsis" if "~" in style or "." in style else "fold",
+            ratio=1 if "~" in style else None,
+        )
+    for row in cells:
+        made.add_row(*(row[i] for i in filled))
+    return made
+
+
+def text(value: Any) -> str:
+    """``value`` as tables have it."""
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    if isinstance(value, (list, tuple)):
+        return f"({', '.join(map(text, value))})"
+    return str(value).removeprefix("torch.")
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """The shape of a tensor: ``768 x 3072``, or ``scalar``."""
+    return " x ".join(map(str, sizes)) or "scalar"
+
+
+def size(number: float, unit: str = "") -> str:
+    """A count or bytes in three figures: ``124 M``, ``1.49 GB``."""
+    power = min(len(_UNITS) - 1, int(math.log10(number) // 3)) if number >= 1 else 0
+    scaled = number / 1000**power
+    figures = f"{scaled:.3g}" if power and scaled < 999.5 else f"{scaled:.0f}"
+    return f"{figures} {_UNITS[power]}{unit}".rstrip()
+
+
+def findings(messages: Iterable[str], well: str = "") -> list[Any]:
+    """What was found, a line each; or, if there is nothing, that all is ``well``."""
+    from rich.text import Text
+
+    found = [Text(f"! {message}", style="yellow") for message in messages]
+    return found or ([Text(well, style="green")] if well else [])

@@ -1,0 +1,152 @@
+"""One step of an optimizer as a device would run it: kernels, launches, memory traffic, registers, sources."""
+
+from __future__ import annotations
+
+import contextlib
+import resource
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+
+from compiled_optim.lowering import looped, multi_tensor
+from compiled_optim.lowering.kernels import cpp, triton
+from compiled_optim.lowering.kernels.table import Kernel
+from compiled_optim.memory import cache
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.simulated import ptx
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import Record, recording
+
+
+class KernelReport(NamedTuple):
+    """One Triton kernel of a step. Its full path is the one in :class:`ptx.Kernel`."""
+
+    name: str  # as its source calls it
+    launches: int  # per step
+    bytes_per_param: float | None  # of loads and stores of the full path; None where work is per tensor
+    resources: ptx.Resources
+    widths: Sequence[str]  # of the element accesses on the full path, ``v4.b32``
+    masked: bool  # whether the full path has predicated element accesses
+    extern: Sequence[str]  # functions that it calls and does not contain
+    operations: float | None  # per element on the full path; None where work is per tensor
+    barriers: int  # how often the threads of a program wait for each other on the full path
+
+
+def kernel_report(name: str, launches: int, kernel: Any, arch: int, elements: float | None = None) -> KernelReport:
+    """A program of the kernel has so many ``elements``: 0 where it works on whole tensors, None if nobody knows."""
+    text = ptx.read(kernel.asm["ptx"])
+    made = ptx.resources(kernel.asm["ptx"], arch)
+    path = [] if elements == 0 else [a for a in text.full_path if a.elementwise]
+    return KernelReport(
+        name,
+        launches,
+        sum(a.program_bytes for a in path) / elements if elements else None,
+        made._replace(shared=max(made.shared, kernel.metadata.shared)),
+        widths=sorted({a.width for a in path}),
+        masked=any(a.masked for a in path),
+        extern=text.extern,
+        operations=text.operations * text.threads / elements if elements else None,
+        barriers=text.barriers,
+    )
+
+
+def own_kernels(record: Record, dtype: torch.dtype, arch: int, *, elementwise: bool) -> list[KernelReport]:
+    """The kernels of this package in a step with gradients of ``dtype``; bytes are known of ``elementwise`` ones."""
+    counts = Counter((launch.name, launch.kernel) for launch in record.launches)
+    per_program = {"evaluate": 0, "average": 0, "square_sums": triton.REDUCE_BYTES // dtype.itemsize}
+    elements = {name: per_program.get(name, triton.BLOCK) if elementwise else 0 for name, _ in counts}
+    return [kernel_report(name, count, kernel, arch, elements[name]) for (name, kernel), count in counts.items()]
+
+
+def processor_seconds() -> float:
+    """The time that processors spent on this process and those it waited for, in seconds."""
+    usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return sum(u.ru_utime + u.ru_stime for u in usage)
+
+
+@dataclass(frozen=True)
+class SimulatedStep:
+    """What one step is, once everything is compiled.
+
+    Attributes:
+        optimizer: whose step it is; its tensors are fake, but for the CPU's.
+        launches: of kernels of this package.
+        operators: torch operators and library calls on the device.
+        kernels: the distinct Triton kernels; none for the CPU.
+        bytes_per_parameter: what the kernels move for each element; None where an operator moves some, or for the CPU.
+        sources: the text of each kernel.
+        seconds: processor time of the first step, most of it spent compiling.
+    """
+
+    optimizer: CompiledOptimizer
+    launches: int
+    operators: int
+    kernels: list[KernelReport]
+    bytes_per_parameter: float | None
+    sources: list[str]
+    seconds: float
+
+
+def simulated_step(make: Callable[[], CompiledOptimizer], arch: int | None) -> SimulatedStep:
+    """Step twice with the optimizer that ``make`` makes, on a GPU that is not there.
+
+    Args:
+        make: called where the default device is that GPU, whose tensors take no memory.
+        arch: its compute capability, 90 for sm_90. None is this machine's CPU, on which the steps are real.
+    """
+    calls: list[str] = []
+    texts: dict[str, None] = {}
+    device, place = ("cpu", _noting_cpp(calls, texts)) if arch is None else ("cuda", fake_cuda(arch))
+    with place, torch.device(device):
+        optimizer = make()
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for param in params:
+            param.grad = torch.zeros_like(param, requires_grad=False)
+        with recording(device) as record:
+            started = processor_seconds()
+            optimizer.step()
+            seconds = processor_seconds() - started
+            record.take()
+            calls.clear()
+            optimizer.step()
+            steady = record.take()
+        dtype = max((param.dtype for param in params), key=lambda dtype: dtype.itemsize, default=torch.float32)
+        is_elementwise = not steady.operators and device == "cuda"
+        kernels = [] if arch is None else own_kernels(steady, dtype, arch, elementwise=is_elementwise)
+    texts.update(dict.fromkeys(launch.kernel.src.fn.src for launch in steady.launches))
+    moved = sum((kernel.bytes_per_param or 0) * kernel.launches for kernel in kernels)
+    is_one_table = len({kernel.name for kernel in kernels}) == len(kernels)  # else each moves some of the tensors
+    return SimulatedStep(
+        optimizer,
+        len(steady.launches) + len(calls),
+        len(steady.operators),
+        kernels,
+        moved if is_elementwise and is_one_table else None,
+        list(texts),
+        seconds,
+    )
+
+
+@contextlib.contextmanager
+def _noting_cpp(calls: list[str], texts: dict[str, None]) -> Iterator[None]:
+    """Note in ``calls`` the functions of C++ kernels that are called, and in ``texts`` what they were compiled from."""
+    compile_library, launch = cache.library, Kernel._launch
+
+    def library(text: str) -> Any:
+        texts[text] = None
+        return compile_library(text)
+
+    def noting(kernel: Kernel, name: str, *rest: Any) -> Any:
+        calls.append(name)
+        return launch(kernel, name, *rest)
+
+    with contextlib.ExitStack() as stack:
+        for module in (looped, multi_tensor):  # kernels that the process has would not be compiled
+            stack.enter_context(mock.patch.object(module, "_kernels", {}))
+        stack.enter_context(mock.patch.object(cpp, "library", library))
+        stack.enter_context(mock.patch.object(Kernel, "_launch", noting))
+        yield

@@ -1,0 +1,229 @@
+"""inspect, diff and explain of checkpoints: files as training leaves them, with what went wrong in some."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from expecttest import assert_expected_inline
+from terminal import in_ascii
+
+import compiled_optim as co
+from compiled_optim import convert
+from compiled_optim.command_line import main
+
+
+@pytest.fixture(autouse=True)
+def _eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def _trained(steps: int = 3, lr: float = 1e-3, kind: Any = co.AdamW) -> Any:
+    """An optimizer of four parameters: of one the gradient is 0, and another never has one."""
+    shapes = {"a.weight": (4, 3), "a.bias": (4,), "dead": (2,), "still": (3,)}
+    params = {name: torch.ones(shape, requires_grad=True) for name, shape in shapes.items()}
+    optimizer = kind(params.items(), lr=lr)
+    for step in range(1, steps + 1):
+        params["a.weight"].grad = torch.full((4, 3), float(step))
+        params["a.bias"].grad = torch.full((4,), -float(step))
+        params["dead"].grad = torch.zeros(2)
+        optimizer.step()
+    return optimizer
+
+
+@pytest.fixture
+def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    torch.save(_trained().state_dict(), "a.pt")
+    return Path("a.pt")
+
+
+def _told(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    status = main([*arguments, "--json"])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    return status, json.loads(printed.out)
+
+
+def _drawn(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main([*arguments])
+    printed = capsys.readouterr()
+    assert printed.err == ""
+    lines = [line.rstrip() for line in printed.out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    return "\n".join(lines)
+
+
+class TestInspect:
+    def test_records(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        status, records = _told(capsys, "inspect", "a.pt")
+        found = {r["name"]: r for r in records["parameters"]}
+        assert status == 1
+        assert [*found] == ["a.weight", "a.bias", "dead", "still"]
+        assert {name: r["step"] for name, r in found.items()} == {"a.weight": 3, "a.bias": 3, "dead": 3, "still": 0}
+        average = torch.load("a.pt")["state"][0]["exp_avg"]
+        known = found["a.weight"]["state"]["exp_avg"]
+        assert known["dtype"] == "float32"
+        assert known["shape"] == [4, 3]
+        assert known["min"] == average.min().item()
+        assert known["mean_abs"] == average.abs().mean().item()
+        assert known["non_finite"] == 0
+        assert records["groups"][0]["lr"] == 1e-3
+        assert records["findings"] == {
+            "dead: took steps, but their averages are all 0": ["dead"],
+            "never stepped, though others were": ["still"],
+        }
+
+    def test_what_is_not_finite(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        content["state"][1]["exp_avg"][2] = float("nan")
+        torch.save(content, "a.pt")
+        status, records = _told(capsys, "inspect", "a.pt", "--names", "a.*")
+        assert status == 1
+        assert records["findings"] == {"not finite: their state has an infinite or NaN number": ["a.bias"]}
+        assert records["parameters"][1]["state"]["exp_avg"]["non_finite"] == 1
+
+    def test_all_is_well(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _told(capsys, "inspect", "a.pt", "--names", "a.*")[0] == 0
+        assert "nothing is wrong" in _drawn(capsys, "inspect", "a.pt", "--names", "a.*")
+
+    def test_picture(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert_expected_inline(
+            in_ascii(_drawn(capsys, "inspect", "a.pt")),
+            """\
+a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
+
+ group                             #0
+ ------------------------------------
+ lr                             0.001
+ betas                   (0.9, 0.999)
+ eps                            1e-08
+ weight_decay                    0.01
+ decoupled_weight_decay          True
+
+
+ name      shape  step  state       dtype      min      max  mean |x|
+ --------------------------------------------------------------------
+ a.weight  4 x 3     3  exp_avg     f32     5.6e-1   5.6e-1    5.6e-1
+                        exp_avg_sq  f32     1.4e-2   1.4e-2    1.4e-2
+ a.bias    4         3  exp_avg     f32    -5.6e-1  -5.6e-1    5.6e-1
+                        exp_avg_sq  f32     1.4e-2   1.4e-2    1.4e-2
+ dead      2         3  exp_avg     f32          0        0         0
+                        exp_avg_sq  f32          0        0         0
+ still     3         0  exp_avg     f32          0        0         0
+                        exp_avg_sq  f32          0        0         0
+
+! dead: took steps, but their averages are all 0: dead
+! never stepped, though others were: still""",
+        )
+
+    def test_in_a_dict_of_several_things(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        state = torch.load("a.pt")
+        for key, options in (("optimizer", []), ("optimizer_state_dict", []), ("other", ["--key", "other"])):
+            torch.save({"epoch": 3, key: state}, "b.pt")
+            assert len(_told(capsys, "inspect", "b.pt", *options)[1]["parameters"]) == 4
+        assert main(["inspect", "b.pt"]) == 2
+        said = (
+            "compiled-optim inspect: b.pt: not an optimizer state dict: it must be a dict with 'state' and 'param_groups'\n"
+        )
+        assert capsys.readouterr().err == said
+
+    def test_safetensors(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        convert.convert("a.pt", "a.safetensors", "safetensors")
+        of_torch, of_safetensors = (_told(capsys, "inspect", name)[1] for name in ("a.pt", "a.safetensors"))
+        assert of_safetensors["parameters"] == of_torch["parameters"]
+
+    def test_torch_optim_without_names(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        param = torch.ones(2, requires_grad=True)
+        optimizer = torch.optim.SGD([param], lr=0.1, momentum=0.9)
+        param.grad = torch.ones(2)
+        optimizer.step()
+        torch.save(optimizer.state_dict(), "b.pt")
+        status, records = _told(capsys, "inspect", "b.pt")
+        assert status == 0
+        assert [r["name"] for r in records["parameters"]] == ["0"]
+
+    def test_what_is_hostile_or_damaged(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save({"state": print, "param_groups": []}, "hostile.pt")
+        Path("damaged.pt").write_bytes(saved.read_bytes()[:500])
+        for name in ("hostile.pt", "damaged.pt"):
+            assert main(["inspect", name]) == 2
+            printed = capsys.readouterr()
+            assert printed.err.startswith(f"compiled-optim inspect: {name} is damaged, or holds something else")
+            assert printed.err.count("\n") == 1
+            assert printed.out == ""
+
+
+class TestDiff:
+    def test_equal(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert _told(capsys, "diff", "a.pt", "a.pt") == (0, {"groups": {}, "only_a": [], "only_b": [], "state": []})
+        assert _drawn(capsys, "diff", "a.pt", "a.pt") == "equal groups, names and state"
+
+    def test_differences(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        other = _trained(lr=5e-4).state_dict()
+        other["state"][0]["exp_avg"][0, 0] += 0.5
+        other["state"][1]["exp_avg_sq"] = other["state"][1]["exp_avg_sq"].half()
+        other["state"][2]["step"] += 1
+        other["param_groups"][0]["param_names"][3] = "moved"
+        torch.save(other, "b.pt")
+        status, records = _told(capsys, "diff", "a.pt", "b.pt")
+        assert status == 1
+        assert records["groups"] == {"param_groups[0]['lr']": ["0.001", "0.0005"]}
+        assert (records["only_a"], records["only_b"]) == (["still"], ["moved"])
+        first, second, third = records["state"]
+        assert first == {"name": "a.weight", "state": "exp_avg", "what": "numbers", "max": 0.5}
+        assert (second["state"], second["what"]) == ("exp_avg_sq", "float32 and float16")
+        assert third == {"name": "dead", "state": "step", "what": "3 and 4", "max": None}
+        assert_expected_inline(
+            in_ascii(_drawn(capsys, "diff", "a.pt", "b.pt")),
+            """\
+
+ group                  a.pt   b.pt
+ ------------------------------------
+ param_groups[0]['lr']  0.001  0.0005
+
+! only a.pt has still
+! only b.pt has moved
+
+ parameter  state       differs in           largest difference
+ --------------------------------------------------------------
+ a.weight   exp_avg     numbers                             0.5
+ a.bias     exp_avg_sq  float32 and float16           1.691e-06
+ dead       step        3 and 4
+""",
+        )
+
+    def test_a_file_and_a_name(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["diff", "a.pt", "adamw"]) == 2
+        assert capsys.readouterr().err == "compiled-optim diff: adamw is no file, and a.pt is one\n"
+
+
+class TestExplain:
+    @pytest.mark.parametrize("kind", [co.AdamW, co.Adam, co.SGD, co.Lion, co.Adan, co.Prodigy], ids=lambda k: k.__name__)
+    def test_the_rule_is_told_from_state_and_numbers(
+        self, kind: Any, saved: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        torch.save(_trained(kind=kind).state_dict(), "b.pt")
+        status, records = _told(capsys, "explain", "b.pt")
+        assert status == 0
+        assert kind.__name__.lower() in records["parameters"][0]["rules"]
+        assert len(records["parameters"][0]["rules"]) <= 3
+
+    def test_picture(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert_expected_inline(
+            in_ascii(_drawn(capsys, "explain", "a.pt")),
+            """\
+a.pt: state of 4 parameters, 168 B
+
+ parameter  shape  rule   state  entries
+ -------------------------------------------------------------------
+ a.weight   4 x 3  adamw   96 B  exp_avg float32, exp_avg_sq float32
+ a.bias     4      adamw   32 B  exp_avg float32, exp_avg_sq float32
+ dead       2      adamw   16 B  exp_avg float32, exp_avg_sq float32
+ still      3      adamw   24 B  exp_avg float32, exp_avg_sq float32
+""",
+        )
