@@ -3,6 +3,7 @@
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     capture/             training steps as CUDA graphs
+    catalogue.py         optimizers by name: create, list_optimizers, optimizer_info
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
@@ -26,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
+from compiled_optim.catalogue import OptimizerInfo, create, list_optimizers, optimizer_info
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
 from compiled_optim.model import param_groups, to_low_precision
@@ -96,6 +98,7 @@ __all__ = [
     "NAdam",
     "NorMuon",
     "NumericsReport",
+    "OptimizerInfo",
     "Prodigy",
     "RAdam",
     "RMSprop",
@@ -105,8 +108,10 @@ __all__ = [
     "SparseAdam",
     "StableAdamW",
     "compile_report",
+    "create",
     "explain",
     "full_precision_state_dict",
+    "list_optimizers",
     "load_full_precision_state_dict",
     "load_named_state_dict",
     "memory_report",
@@ -114,6 +119,7 @@ __all__ = [
     "named_state_dict",
     "no_recompiles",
     "optimi_state_dict",
+    "optimizer_info",
     "param_groups",
     "prepare_for_gradient_release",
     "remove_gradient_release",

@@ -145,6 +145,7 @@ class CompiledOptimizer(Declared, Optimizer):
     rounding_seed: int = transform(default=0, kw_only=True, by=stored)
 
     _step_class: ClassVar[type[Step]] = RuleStep
+    _takes_module: ClassVar[bool] = False  # as params, since more than names tells its parameters apart
 
     def __init_subclass__(cls, *, steps: type[Step] | None = None, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -38,7 +38,8 @@ _BETAS = ("beta1", "beta2", "beta3")
 _MARKS = {"setup", "gradient_release", "kahan_sum"}
 _OPTIONS = {*_MARKS, *_BETAS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
 
-_COUNTERPARTS = ("SGD", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
+COUNTERPARTS = ("SGD", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
+"""The optimizers that optimi has too."""
 _FORMS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"momentum", "dampening"}): ("momentum_buffer",),
     frozenset({"betas"}): ("exp_avg",),
@@ -131,7 +132,7 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
     hypers, codes = {h.name for h in declaration.hypers}, {code_name(b.name) for b in declaration.buffers}
     options = _form(hypers | {s.name for s in declaration.statics}) or frozenset()
     buffers = {b.name for b in declaration.buffers if not b.grouped and b.name not in PARTS} - codes - {"max_exp_avg_sq"}
-    is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in _COUNTERPARTS
+    is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS
     has_same_options = hypers - {"max_lr"} == {"lr", "weight_decay", *options} - {"adam_wd"} and not declaration.scalars
     if not (is_theirs and has_same_options and options in _FORMS and buffers == {*_FORMS[options]}):
         raise ValueError(f"optimi has no {kind.__name__}")

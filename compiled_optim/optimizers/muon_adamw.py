@@ -44,6 +44,8 @@ class MuonAdamW(Muon):
     adamw_eps: Number = flag(default=1e-8, kw_only=True, doc="AdamW's ``eps``.")
     adamw_weight_decay: Number | None = flag(default=None, kw_only=True, doc="AdamW's; None is ``weight_decay``.")
 
+    _takes_module = True
+
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._arguments(args, kwargs)

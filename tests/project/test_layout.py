@@ -35,7 +35,7 @@ FLOORS = [
     {"step"},
     {"optimizer", "model"},
     {"optimizers", "release", "report", "state_dicts"},
-    {"capture", "explain"},
+    {"capture", "catalogue", "explain"},
     {""},
 ]
 
