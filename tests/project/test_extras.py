@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,8 +25,14 @@ EXTRAS = {
     "tools": "",
     "tools/checkpoint_files.py": "convert",
     "tools/demo": "demo",
+    "tools/manual": "docs",
 }
 """What of the repository runs with which extra; without one where that is empty."""
+
+WITHOUT = {
+    ("compiled_optim/explain.py", "rich"): "co.explain(torch.nn.Linear(2, 2), co.SGD([])).__rich__()",
+}
+"""What reaches each import in the package that needs an extra."""
 
 
 def _programs(place: str) -> Iterator[Path]:
@@ -71,3 +78,30 @@ def test_every_import_is_declared(place: str) -> None:
         for module in _imported(path):
             names = {module.replace("_", "-"), *providers.get(module, ())}
             assert declared & names, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def _optional() -> set[tuple[str, str]]:
+    """The files of the package, with what they import that is neither required nor Python's."""
+    providers = importlib.metadata.packages_distributions()
+    required = _declared("")
+    return {
+        (str(path.relative_to(ROOT)), module)
+        for path in (ROOT / "compiled_optim").rglob("*.py")
+        for module in _imported(path)
+        if not required & {module.replace("_", "-"), *providers.get(module, ())}
+    }
+
+
+def test_every_import_that_needs_an_extra_is_tried_without_it() -> None:
+    assert _optional() == WITHOUT.keys()
+
+
+@pytest.mark.parametrize(("path", "module"), WITHOUT)
+def test_an_error_names_the_extra_that_has_what_is_missing(path: str, module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None\nimport torch, compiled_optim as co\n{WITHOUT[path, module]}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    named = re.search(r"Error: .*pip install 'compiled-optim\[(\w+)\]'", done.stderr.splitlines()[-1])
+    assert named is not None, done.stderr
+    assert module in done.stderr.splitlines()[-1]
+    providers = {module, *importlib.metadata.packages_distributions().get(module, ())}
+    assert providers & (_declared(named[1]) - _declared(""))
