@@ -24,7 +24,12 @@ BUILD = "from setuptools import build_meta as b; b.build_wheel('dist'); b.build_
 def _checkout(to: Path) -> None:
     """A copy of what is under version control, and what lies in a folder where somebody works."""
     listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    for name in ("compiled_optim/memory/watch.so", "compiled_optim/__pycache__/model.pyc", "tests/test_mine.py", *listed):
+    for name in (
+        "compiled_optim/memory/watch.so",
+        "compiled_optim/__pycache__/model.pyc",
+        "tests/step/test_mine.py",
+        *listed,
+    ):
         (to / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / name).is_file() and name in listed:
             shutil.copy(ROOT / name, to / name)

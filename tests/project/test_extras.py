@@ -30,7 +30,10 @@ EXTRAS = {
 """What of the repository runs with which extra; without one where that is empty."""
 
 WITHOUT = {
-    ("compiled_optim/explain.py", "rich"): "co.explain(torch.nn.Linear(2, 2), co.SGD([])).__rich__()",
+    (
+        "compiled_optim/explain.py",
+        "rich",
+    ): "m = torch.nn.Linear(2, 2); co.explain(m, co.SGD(m.named_parameters())).__rich__()",
 }
 """What reaches each import in the package that needs an extra."""
 

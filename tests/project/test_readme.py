@@ -138,6 +138,7 @@ COMMANDS = {
     "tools/bits": [sys.executable, "tools/bits", "--help"],
     "tools/docs": [sys.executable, "tools/docs", "--help"],
     "tools/package": [sys.executable, "tools/package", "--help"],
+    "tools/package --into FOLDER": [sys.executable, "tools/package", "--help"],  # as test_distribution.py runs it
     "tools/sanitize": [sys.executable, "tools/sanitize", "--version"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],
 }

@@ -27,8 +27,8 @@ html_title = f"compiled_optim {release}"
 html_copy_source = html_show_sphinx = False
 linkcheck_timeout, linkcheck_retries = 5, 1
 
-_SOURCE = re.compile(r"arXiv:(?P<arxiv>\d+\.\d+)|doi:(?P<doi>10\.[^\s;,)]+[^\s;,).])")
-_SITES = {"arxiv": "https://arxiv.org/abs/", "doi": "https://doi.org/"}
+_SOURCE = re.compile(r"arXiv:(?P<arxiv>\d+\.\d+)|doi:(?P<doi>10\.[^\s;,)]+[^\s;,).])|(?P<site>\w+\.github\.io/[\w/-]+)")
+_SITES = {"arxiv": "https://arxiv.org/abs/", "doi": "https://doi.org/", "site": "https://"}
 
 
 def _parts(text: str) -> Iterator[nodes.Node]:
