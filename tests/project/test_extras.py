@@ -35,7 +35,7 @@ WITHOUT = {
         "rich",
     ): "m = torch.nn.Linear(2, 2); co.explain(m, co.SGD(m.named_parameters())).__rich__()",
 }
-"""What reaches each import in the package that needs an extra."""
+"""By place and module, what reaches an import in the package that needs an extra."""
 
 
 def _programs(place: str) -> Iterator[Path]:
@@ -84,12 +84,14 @@ def test_every_import_is_declared(place: str) -> None:
 
 
 def _optional() -> set[tuple[str, str]]:
-    """The files of the package, with what they import that is neither required nor Python's."""
+    """The places of the package, with what they import that is neither required nor Python's."""
     providers = importlib.metadata.packages_distributions()
     required = _declared("")
     return {
-        (str(path.relative_to(ROOT)), module)
-        for path in (ROOT / "compiled_optim").rglob("*.py")
+        (place, module)
+        for place in EXTRAS
+        if place.startswith("compiled_optim")
+        for path in _programs(place)
         for module in _imported(path)
         if not required & {module.replace("_", "-"), *providers.get(module, ())}
     }
@@ -99,12 +101,13 @@ def test_every_import_that_needs_an_extra_is_tried_without_it() -> None:
     assert _optional() == WITHOUT.keys()
 
 
-@pytest.mark.parametrize(("path", "module"), WITHOUT)
-def test_an_error_names_the_extra_that_has_what_is_missing(path: str, module: str) -> None:
-    code = f"import sys; sys.modules[{module!r}] = None\nimport torch, compiled_optim as co\n{WITHOUT[path, module]}"
+@pytest.mark.parametrize(("place", "module"), WITHOUT)
+def test_an_error_names_the_extra_that_has_what_is_missing(place: str, module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None\nimport torch, compiled_optim as co\n{WITHOUT[place, module]}"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
-    named = re.search(r"Error: .*pip install 'compiled-optim\[(\w+)\]'", done.stderr.splitlines()[-1])
+    *_, last = done.stderr.splitlines()
+    named = re.search(rf"\b{module}\b.*pip install 'compiled-optim\[(\w+)\]'", last)
+    assert done.returncode
     assert named is not None, done.stderr
-    assert module in done.stderr.splitlines()[-1]
     providers = {module, *importlib.metadata.packages_distributions().get(module, ())}
     assert providers & (_declared(named[1]) - _declared(""))
