@@ -15,7 +15,7 @@ from readme import FLOORS, READMES, ROOT, condition, is_optimizer
 import compiled_optim as co
 from compiled_optim.rule.fields import Buffer
 
-_OPTIMIZERS = Path("compiled_optim", "optimizers")
+_OPTIMIZERS, _RECIPES = Path("compiled_optim", "optimizers"), Path("tools", "recipes")
 _RULE = ("axes", "coefficients", "reduce", "adapt", "update")
 _LINK = re.compile(r"(\]\()([^)#\s]+)")
 _COMMON = " ".join((co.CompiledOptimizer.__doc__ or "").split())
@@ -27,9 +27,9 @@ def pages() -> dict[Path, str]:
     """Each page's place and text."""
     made = {place: _LINK.sub(_to_page, path.read_text()) for path, place in _GUIDES.items()}
     infos = [co.optimizer_info(name) for name in co.list_optimizers()]
-    recipes = {path.stem: _recipe(path.read_text()) for path in sorted((ROOT / "tools" / "recipes").glob("*.py"))}
+    recipes = {path.stem: _recipe(path.read_text()) for path in sorted((ROOT / _RECIPES).glob("*.py"))}
     made |= {_OPTIMIZERS / f"{info.name}.rst": "\n".join(_optimizer(info)) for info in infos}
-    made |= {Path("recipes", f"{name}.rst"): text for name, text in recipes.items()}
+    made |= {_RECIPES / f"{name}.rst": text for name, text in recipes.items()}
     made |= {Path("reference", f"{name}.rst"): text for name, text in _reference().items()}
     table, first = _OPTIMIZERS / "index.md", Path("index.md")
     made[first] = made[first].replace("\n## Differences from", "\n(differences)=\n## Differences from")
@@ -40,8 +40,9 @@ def pages() -> dict[Path, str]:
     guides = sorted(FLOORS, key=("optimizers", "checkpoint", "lowering", "capture", "rule").index)
     made[first] += _toctree([f"compiled_optim/{name}/index" for name in guides], "Guides")
     made[first] += _toctree(["reference/index"], "Reference")
-    made[first] += _toctree([f"recipes/{name}" for name in recipes], "Recipes") if recipes else ""
-    made[first] += _toctree(["changelog", "perf/index", "tools/index", "tests/index"], "Project")
+    made[first] += _toctree([f"{_RECIPES}/{name}" for name in recipes], "Recipes") if recipes else ""
+    others = [str(place.with_suffix("")) for place in _GUIDES.values() if place.parts[0] != "compiled_optim"]
+    made[first] += _toctree(sorted({*others} - {"index", "perf/GPU"}), "Project")
     return made
 
 
@@ -53,8 +54,10 @@ def files() -> Iterator[Path]:
 
 
 def _to_page(link: re.Match[str]) -> str:
-    """A link between files of the repository as one between pages; each file of an optimizer has a page."""
-    target = re.sub(r"README\.md$", "index.md", re.sub(r"(optimizers/\w+)\.py$", r"\1.rst", link[2]))
+    """A link between files of the repository as one between pages; each file of an optimizer and each recipe has one."""
+    target = re.sub(
+        r"README\.md$", "index.md", re.sub(r"^((?:.*/)?(?:optimizers|recipes)/|)(\w+)\.py$", r"\1\2.rst", link[2])
+    )
     return link[1] + re.sub(r"(compiled_optim/)?CHANGELOG\.md$", "changelog.md", target)
 
 
@@ -174,8 +177,9 @@ def _recipe(text: str) -> str:
     """A program's docstring as a page, its code, and what it prints, which a comment at its end says."""
     docstring, code = re.fullmatch(r'"""(.*?)"""\n(.*)', text, re.DOTALL).groups()
     head, _, rest = docstring.partition("\n")
-    code, _, output = code.partition("\n# Output:\n")
+    code, *output = re.split(r"\n# Prints(.*:\n)", code)
     lines = [*_title(head.rstrip(".")), inspect.cleandoc("\n" + rest), "", ".. code-block:: python", "", *_indented(code)]
     if output:
-        lines += ["It prints:", "", ".. code-block:: text", "", *_indented(re.sub(r"^# ?", "", output, flags=re.MULTILINE))]
+        lines += [f"It prints{output[0]}", ".. code-block:: text", ""]
+        lines += _indented(re.sub(r"^# ?", "", output[1], flags=re.MULTILINE))
     return "\n".join(lines)
