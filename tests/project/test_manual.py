@@ -48,8 +48,8 @@ def test_the_page_of_an_optimizer_tells_what_it_declares(name: str) -> None:
 
 
 def test_recipes_have_their_text_and_their_output() -> None:
-    page = pages._recipe('"""A title.\n\nWords.\n"""\n\nprint(1)\n\n# Prints, in 4 s:\n# 1\n')
-    assert page.startswith("A title\n=======\n\nWords.\n")
+    page = pages._recipe("schedules", '"""Summary.\n\nWords.\n"""\n\nprint(1)\n\n# Prints, in 4 s:\n# 1\n')
+    assert page.startswith("schedules\n=========\n\nSummary.\n\nWords.\n")
     assert "\nIt prints, in 4 s:\n" in page
     assert [line for line in page.split("\n") if line.startswith("   ")] == ["   print(1)", "   1"]
 

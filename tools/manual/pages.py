@@ -27,7 +27,9 @@ def pages() -> dict[Path, str]:
     """Each page's place and text."""
     made = {place: _LINK.sub(_to_page, path.read_text()) for path, place in _GUIDES.items()}
     infos = [co.optimizer_info(name) for name in co.list_optimizers()]
-    recipes = {path.stem: _recipe(path.read_text()) for path in sorted((ROOT / _RECIPES).glob("*.py"))}
+    recipes = {
+        path.stem: _recipe(path.stem.replace("_", " "), path.read_text()) for path in sorted((ROOT / _RECIPES).glob("*.py"))
+    }
     made |= {_OPTIMIZERS / f"{info.name}.rst": "\n".join(_optimizer(info)) for info in infos}
     made |= {_RECIPES / f"{name}.rst": text for name, text in recipes.items()}
     made |= {Path("reference", f"{name}.rst"): text for name, text in _reference().items()}
@@ -173,12 +175,11 @@ def _reference() -> dict[str, str]:
     return {**made, "index": "\n".join([*head, *_table(["``co.``", "what it is or does"], rows), *toctree])}
 
 
-def _recipe(text: str) -> str:
+def _recipe(title: str, text: str) -> str:
     """A program's docstring as a page, its code, and what it prints, which a comment at its end says."""
     docstring, code = re.fullmatch(r'"""(.*?)"""\n(.*)', text, re.DOTALL).groups()
-    head, _, rest = docstring.partition("\n")
     code, *output = re.split(r"\n# Prints(.*:\n)", code)
-    lines = [*_title(head.rstrip(".")), inspect.cleandoc("\n" + rest), "", ".. code-block:: python", "", *_indented(code)]
+    lines = [*_title(title), inspect.cleandoc(docstring), "", ".. code-block:: python", "", *_indented(code)]
     if output:
         lines += [f"It prints{output[0]}", ".. code-block:: text", ""]
         lines += _indented(re.sub(r"^# ?", "", output[1], flags=re.MULTILINE))
