@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,6 +38,21 @@ def test_every_optimizer_and_every_form_of_storage_is_kept() -> None:
     assert {kind.__name__ for kind in (*registry(), *COMBINED)} | mup <= KEPT.keys()
     assert {f"AdamW torch.{dtype} {mode}" for dtype in ("bfloat16", "float16") for mode in MODES} <= KEPT.keys()
     assert KEPT.keys() == {name for name, *_ in make.cases()}
+
+
+def test_a_new_file_has_what_is_new_and_replaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(make, "HERE", tmp_path)
+    every = [case for case in make.cases() if case[0] in ("SGD", "Lion")]
+    monkeypatch.setattr(make, "cases", lambda: iter(every[:1]))
+    make.write("first")
+    monkeypatch.setattr(make, "cases", lambda: iter(every))
+    with pytest.raises(FileExistsError):
+        make.write("first")
+    make.write("second")
+    assert [[*make._load(path)] for path in sorted(tmp_path.iterdir())] == [["Lion"], ["SGD"]]
+    for case, entry in make.kept().items():
+        for name, after in entry["after"].items():
+            torch.testing.assert_close(after, KEPT[case]["after"][name])
 
 
 def _flat(state_dict: dict[str, Any]) -> dict[tuple[str, str], Any]:

@@ -161,7 +161,8 @@ def first_train(made: co.CompiledOptimizer, params: dict[str, nn.Parameter], fir
         made.step()
 
 
-if __name__ == "__main__":
+def write(name: str) -> None:
+    """Train the cases that no file has, save them, and train on. ``FileExistsError`` if there is a file of this name."""
     content, there = {}, kept()
     for case in (name for name, *_ in cases() if name not in there):
         params = parameters(case)
@@ -173,5 +174,9 @@ if __name__ == "__main__":
         content[case] = {"params": before, "state_dict": saved, "after": {n: p.detach() for n, p in params.items()}}
     buffer = io.BytesIO()
     torch.save(content, buffer)
-    with (HERE / f"{sys.argv[1]}.pt.xz").open("xb") as file:
+    with (HERE / f"{name}.pt.xz").open("xb") as file:
         file.write(lzma.compress(buffer.getvalue(), preset=9))
+
+
+if __name__ == "__main__":
+    write(sys.argv[1])

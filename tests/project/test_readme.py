@@ -147,7 +147,7 @@ ELSEWHERE = {
     "pip install -e .": "likewise",
     "pip install -e .[perf]": "likewise",
     "tools/run": "test_demo.py",
-    "python tests/data/make.py NAME": "test_stored_versions.py says when",
+    "python tests/data/make.py NAME": "test_stored_versions.py",
     "perf/gpu tests": "test_on_gpu.py",
     "perf/gpu timings": "test_on_gpu.py",
     "perf/gpu compiled": "test_on_gpu.py",
