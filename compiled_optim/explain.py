@@ -82,9 +82,13 @@ class Explanation:
         return "\n".join([*lines, *map(str, self.warnings)])
 
     def __rich__(self) -> Any:
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
+        try:
+            from rich.console import Group
+            from rich.table import Table
+            from rich.text import Text
+        except ModuleNotFoundError as error:
+            message = "rich shows this table, and is not installed: pip install 'compiled-optim[tables]'"
+            raise ModuleNotFoundError(message) from error
 
         head, *rows = self._table() or [()]
         table = Table(*head)

@@ -331,7 +331,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm of all gradients in the last step, unscaled and before clipping: a 0-dim tensor, on the device.
+        """The norm of all gradients in the last step, unscaled and before clipping, as a 0-dim tensor on the device.
 
         None without ``max_grad_norm`` and ``skip_nonfinite``, since the step then does not compute it. It does not overflow
         or underflow for float32 gradients. For float64 ones it does above 1e154 and below 1e-154.
@@ -448,7 +448,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The parameter groups: dicts that check the values that you assign.
+        """The parameter groups, dicts that check the values that you assign.
 
         Compiled code cannot read them: Dynamo supports only plain dicts as groups, and writes into every one that it reads.
         """
@@ -602,7 +602,7 @@ def _assigned(name: str, meaning: str) -> Any:
 
 
 for _name, _meaning in {
-    "max_grad_norm": "The norm to which a step clips all gradients together: None, a number or a 0-dim tensor.",
+    "max_grad_norm": "The norm to which a step clips all gradients together, as a number or a 0-dim tensor, or None.",
     "grad_scale": "The factor by which a gradient scaler scaled the loss. The scaler sets it for its step and deletes it.",
     "found_inf": "Whether a gradient scaler found an infinite gradient. The scaler sets it for its step and deletes it.",
     "skip_nonfinite": "Whether steps whose gradient norm is NaN or infinite are skipped.",

@@ -66,21 +66,21 @@ def _paragraphs(text: str) -> str:
 
 def optimizers_table() -> str:
     """One Markdown row per exported optimizer: what it is, the fields that it declares, and its state."""
-    classes = [c for name in sorted(co.__all__) if _is_optimizer(c := getattr(co, name))]
+    classes = [c for name in sorted(co.__all__) if is_optimizer(c := getattr(co, name))]
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         choices = [s for s in cls._fields_of(Static) if s.init]
         own = [f for f in (*cls._fields_of(Hyper), *choices) if f.name in cls._declared]
         fields = ", ".join(f"`{_argument(f)}`" for f in own)
-        buffers = ", ".join(f"`{b.name}`{_condition(cls, b)}" for b in cls._declaration.buffers if b.name in cls._declared)
+        buffers = ", ".join(f"`{b.name}`{condition(cls, b)}" for b in cls._declaration.buffers if b.name in cls._declared)
         scalars = ", ".join(f"`{s.name}`" for s in cls._declaration.scalars)
         state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "_rule") else "one for all parameters together"
         rows.append(f"| `{cls.__name__}`: {summary.partition(': ')[2] or summary} | {fields} | {state} |")
     return "\n".join(rows)
 
 
-def _condition(cls: type[co.CompiledOptimizer], field: Buffer) -> str:
+def condition(cls: type[co.CompiledOptimizer], field: Buffer) -> str:
     """In which case a buffer exists: of a parameter of some shape, or with an argument."""
     if field.when is None:
         return ""
@@ -92,7 +92,8 @@ def _argument(field: Hyper | Static) -> str:
     return field.name if field.default is inspect.Parameter.empty else f"{field.name}={field.default}"
 
 
-def _is_optimizer(value: object) -> bool:
+def is_optimizer(value: object) -> bool:
+    """Whether ``value`` is an optimizer's class, and not the base of all."""
     return isinstance(value, type) and issubclass(value, co.CompiledOptimizer) and value is not co.CompiledOptimizer
 
 

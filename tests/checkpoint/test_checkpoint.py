@@ -720,16 +720,16 @@ def test_what_is_loaded_is_not_kept() -> None:
     assert optimizer.param_groups[0]["initial_lr"] == 0.5
 
 
-@pytest.mark.parametrize("case", make.CASES)
+@pytest.mark.parametrize("case", make.FIRST)
 @pytest.mark.parametrize("version", [1])
 def test_stored_checkpoints_of_every_format_version(version: int, case: str) -> None:
     path = Path(make.__file__).parent / f"format_version_{version}.pt"
     stored = torch.load(path, weights_only=True)[case]
     assert stored["state_dict"]["format_version"] == version
     params = {name: nn.Parameter(value) for name, value in stored["params"].items()}
-    optimizer = make.optimizer(case, dict(reversed(params.items())))
+    optimizer = make.first_optimizer(case, dict(reversed(params.items())))
     assert optimizer.load_state_dict(stored["state_dict"]) == co.LoadReport([], [], [])
-    make.train(optimizer, params, 3, 6)
+    make.first_train(optimizer, params, 3, 6)
     for name, param in params.items():
         assert torch.allclose(param, stored["after"][name], rtol=1e-12, atol=0)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.metadata
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,17 @@ EXTRAS = {
     "compiled_optim/explain.py": "tables",
     "tools": "",
     "tools/demo": "demo",
+    "tools/manual": "docs",
 }
 """What of the repository runs with which extra; without one where that is empty."""
+
+WITHOUT = {
+    (
+        "compiled_optim/explain.py",
+        "rich",
+    ): "m = torch.nn.Linear(2, 2); co.explain(m, co.SGD(m.named_parameters())).__rich__()",
+}
+"""By place and module, what reaches an import in the package that needs an extra."""
 
 
 def _programs(place: str) -> Iterator[Path]:
@@ -72,3 +82,33 @@ def test_every_import_is_declared(place: str) -> None:
         for module in _imported(path):
             names = {module.replace("_", "-"), *providers.get(module, ())}
             assert declared & names, f"{path.relative_to(ROOT)} imports {module}"
+
+
+def _optional() -> set[tuple[str, str]]:
+    """The places of the package, with what they import that is neither required nor Python's."""
+    providers = importlib.metadata.packages_distributions()
+    required = _declared("")
+    return {
+        (place, module)
+        for place in EXTRAS
+        if place.startswith("compiled_optim")
+        for path in _programs(place)
+        for module in _imported(path)
+        if not required & {module.replace("_", "-"), *providers.get(module, ())}
+    }
+
+
+def test_every_import_that_needs_an_extra_is_tried_without_it() -> None:
+    assert _optional() == WITHOUT.keys()
+
+
+@pytest.mark.parametrize(("place", "module"), WITHOUT)
+def test_an_error_names_the_extra_that_has_what_is_missing(place: str, module: str) -> None:
+    code = f"import sys; sys.modules[{module!r}] = None\nimport torch, compiled_optim as co\n{WITHOUT[place, module]}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    *_, last = done.stderr.splitlines()
+    named = re.search(rf"\b{module}\b.*pip install 'compiled-optim\[(\w+)\]'", last)
+    assert done.returncode
+    assert named is not None, done.stderr
+    providers = {module, *importlib.metadata.packages_distributions().get(module, ())}
+    assert providers & (_declared(named[1]) - _declared(""))

@@ -16,7 +16,8 @@ from readme import READMES, ROOT, generated
 from compiled_optim import rule
 
 FIRST, *OTHERS = READMES
-PAGES = [*READMES, ROOT / "perf" / "GPU.md"]
+CHANGELOG = ROOT / "compiled_optim" / "CHANGELOG.md"
+PAGES = [*READMES, ROOT / "perf" / "GPU.md", CHANGELOG]
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 UNCLEAR = re.compile(r"\b(of which|(?:that|those) of|where that|what is what|as such)\b", re.IGNORECASE)
 """Phrases that hang a fact on a sentence that has one. The second fact wants a sentence, or a noun."""
@@ -59,6 +60,8 @@ def test_pages_speak_plainly(page: Path) -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)]+)\)", page.read_text()):
         file, _, heading = link.partition("#")
+        if file.startswith("https://"):
+            continue  # which tools/docs follows
         target = (page.parent / file).resolve() if file else page
         assert target.is_file(), link
         assert not heading or heading in _headings(target), link
@@ -91,7 +94,7 @@ def test_all_that_a_rule_is_written_with_is_explained() -> None:
 
 
 def test_the_first_page_links_all() -> None:
-    assert {*re.findall(r"\]\(([^)#]+)", FIRST.read_text())} == {_name(readme) for readme in OTHERS}
+    assert {*re.findall(r"\]\(([^)#]+)", FIRST.read_text())} == {_name(page) for page in (*OTHERS, CHANGELOG)}
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler.*", "ignore:.*uncaptured.*:RuntimeWarning")
@@ -133,6 +136,9 @@ COMMANDS = {
     "tools/soak": [sys.executable, "tools/soak", "--help"],
     "tools/soak --walks 500": [sys.executable, "tools/soak", "--help"],
     "tools/bits": [sys.executable, "tools/bits", "--help"],
+    "tools/docs": [sys.executable, "tools/docs", "--help"],
+    "tools/package": [sys.executable, "tools/package", "--help"],
+    "tools/package --into FOLDER": [sys.executable, "tools/package", "--help"],  # as test_distribution.py runs it
     "tools/sanitize": [sys.executable, "tools/sanitize", "--version"],
     "python -m compiled_optim": [sys.executable, "-m", "compiled_optim", "--help"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],
@@ -143,6 +149,7 @@ ELSEWHERE = {
     'pip install "compiled-optim[cli]"': "likewise",
     "pip install -e .[perf]": "likewise",
     "tools/run": "test_demo.py",
+    "python tests/data/make.py NAME": "test_stored_versions.py",
     "perf/gpu tests": "test_on_gpu.py",
     "perf/gpu timings": "test_on_gpu.py",
     "perf/gpu compiled": "test_on_gpu.py",

@@ -29,7 +29,9 @@ SECONDS = 110.0
 FULL_ONLY = (
     "tests/trainers/",
     "tests/project/test_demo.py::test_a_newcomers_run",
-    "tests/project/test_extras.py",
+    "tests/project/test_distribution.py::test_a_release",
+    "tests/project/test_extras.py::test_every_import_is_declared",
+    "tests/project/test_manual.py::test_the_documentation_is_built",
     "tests/lowering/test_code_for_gpus.py",
     "tests/step/test_soak.py",
     "tests/capture/test_capture.py::test_a_parameter_that_is_skipped_and_one_that_is_there_twice",
