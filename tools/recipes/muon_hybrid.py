@@ -1,0 +1,43 @@
+"""Muon for the matrices of hidden layers and AdamW for the rest, as one optimizer: one schedule, one clip, one checkpoint.
+
+``co.explain`` tells which rule each parameter has and why, before you train. ``opt.health()`` tells afterwards what did not.
+"""
+
+import torch
+
+import compiled_optim as co
+
+
+class Model(torch.nn.Module):
+    """Predicts the next letter from the last four; one of its layers is forgotten in ``forward``."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(27, 32)
+        self.hidden = torch.nn.Linear(4 * 32, 128)
+        self.forgotten = torch.nn.Linear(128, 128)
+        self.head = torch.nn.Linear(128, 27)
+
+    def forward(self, letters):
+        return self.head(self.hidden(self.embed(letters).flatten(1)).relu())
+
+
+TEXT = "it was the best of times it was the worst of times it was the age of wisdom it was the age of foolishness " * 4
+codes = torch.tensor([max(ord(letter) - 96, 0) for letter in TEXT])
+inputs, targets = codes.unfold(0, 4, 1)[:-1], codes[4:]
+
+torch.manual_seed(0)
+model = Model()
+opt = co.MuonAdamW(model, lr=3e-3, max_grad_norm=1.0)
+sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=60)
+print(co.explain(model, opt))
+opt.watch_health()
+for step in range(60):
+    loss = torch.nn.functional.cross_entropy(model(inputs), targets)
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    sched.step()
+    if step in (0, 59):
+        print(f"step {step}: loss {loss:.2f}")
+print(opt.health())
