@@ -12,7 +12,7 @@ import compiled_optim as co
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-x = torch.randn(512, 8)
+x = torch.randn(512, 8, device=device)
 y = x.sin().sum(1, keepdim=True)
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1)).to(device)
 opt = co.AdamW(model.named_parameters(), lr=3e-3, max_grad_norm=1.0)
@@ -28,7 +28,10 @@ def train_step(x, y):
     return loss
 
 
-with co.CUDAGraphRunner(train_step, optimizers=opt) as runner, warnings.catch_warnings(record=True) as said:
+with warnings.catch_warnings(record=True) as said:
+    warnings.simplefilter("always")
+    runner = co.CUDAGraphRunner(train_step, optimizers=opt)
+with runner:
     for step in range(100):
         loss = runner(x, y)
         sched.step()  # outside of the function: a replay does not run Python

@@ -15,8 +15,8 @@ y = x.sin().sum(1, keepdim=True)
 def train(released):
     """Train a deep narrow network; print the bytes of gradients that are there when backward has ended."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(6) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
-    model = torch.nn.Sequential(*layers, torch.nn.Linear(64, 10))
+    layers = [layer for _ in range(5) for layer in (torch.nn.Linear(64, 64), torch.nn.GELU())]
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), *layers, torch.nn.Linear(64, 1))
     opt = co.AdamW(model.named_parameters(), lr=1e-3)
     if released:
         co.prepare_for_gradient_release(model, opt)

@@ -39,8 +39,10 @@ class Digits(lightning.LightningModule):
         return {"optimizer": opt, "lr_scheduler": {"scheduler": sched, "interval": "step"}}
 
 
-def fit(epochs, folder, resume=None):
-    """Train up to an epoch of six."""
-    quiet = dict(enable_progress_bar=False, enable_model_summary=False, logger=False, accelerator="cpu")
-    trainer = lightning.Trainer(max_epochs=6, enable_checkpointing=False, **quiet)
-    trainer.fit(model := Digits(), loader, ckpt_path=resume)
+def fit(epochs, resume=None):
+    """Train a new module up to an epoch; return its trainer and its weights."""
+    quiet = dict(enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False, logger=False)
+    trainer = lightning.Trainer(max_epochs=6, accelerator="cpu", callbacks=[], **quiet)
+    module = Digits()
+    trainer.fit(module, loader, ckpt_path=resume)
+    return trainer, module

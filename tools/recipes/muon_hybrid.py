@@ -22,8 +22,8 @@ class Model(torch.nn.Module):
         return self.head(self.hidden(self.embed(letters).flatten(1)).relu())
 
 
-TEXT = "it was the best of times it was the worst of times it was the age of wisdom it was the age of foolishness " * 4
-codes = torch.tensor([max(ord(letter) - 96, 0) for letter in TEXT])
+text = "one two three four five six seven eight nine ten eleven twelve " * 8
+codes = torch.tensor([max(ord(letter) - 96, 0) for letter in text])
 inputs, targets = codes.unfold(0, 4, 1)[:-1], codes[4:]
 
 torch.manual_seed(0)

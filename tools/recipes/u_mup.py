@@ -19,15 +19,15 @@ def loss_of(width, lr):
     torch.manual_seed(0)
     model = torch.nn.Sequential(uu.Linear(64, width), uu.GELU(), uu.Linear(width, width), uu.GELU(), uu.LinearReadout(width, 10))
     opt = co.mup.AdamW(model.named_parameters(), lr=lr)
-    for _ in range(30):
+    for _ in range(20):
         loss = uu.functional.cross_entropy(model(pixels), digits)
         loss.backward()
         opt.step()
         opt.zero_grad()
-    return loss.item(), opt
+    return loss.item()
 
 
-rates = [2.0**power for power in range(-4, 3)]
-for width in (32, 128, 512):
-    losses = {lr: loss_of(width, lr)[0] for lr in rates}
+rates = [2.0**power for power in range(-5, 4)]
+for width in (32, 128, 256):
+    losses = {lr: loss_of(width, lr) for lr in rates}
     print(f"width {width}: best lr {min(losses, key=losses.get)}, losses", *(f"{loss:.2f}" for loss in losses.values()))
