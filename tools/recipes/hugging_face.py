@@ -1,8 +1,8 @@
-"""Hugging Face's Trainer with any optimizer of this package by name: ``optim="co.adamw"``, in code or on a command line.
+"""Hugging Face's Trainer with any optimizer of this package by name: ``--optim adamw``, or ``Arguments(optim="lion")``.
 
-TrainingArguments takes only names that transformers has, so two short subclasses take all of ``co.list_optimizers()`` too.
-Numbers other than the learning rate come from ``optim_args``, in JSON; the groups and their weight decay are the Trainer's.
-Without subclasses, ``Trainer(..., optimizer_cls_and_kwargs=(co.AdamW, {"lr": 1e-3}))`` takes one class.
+TrainingArguments takes the names that transformers has. Two short subclasses take those of ``co.list_optimizers()`` instead.
+``optim_args`` has further arguments in JSON, and parameter groups with their decay are the Trainer's. A Trainer without this
+takes one class: ``optimizer_cls_and_kwargs=(co.AdamW, {"lr": 1e-3})``.
 """
 
 import dataclasses
@@ -10,22 +10,21 @@ import json
 import tempfile
 
 import torch
-from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import HfArgumentParser, LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
 
 import compiled_optim as co
 
 
 @dataclasses.dataclass
 class Arguments(TrainingArguments):
-    """Transformers' arguments, where ``optim`` may begin with ``co.``."""
+    """Transformers' arguments, with this package's optimizers."""
+
+    optim: str = "adamw"
 
     def __post_init__(self):
-        name = self.optim
-        if is_ours := str(name).startswith("co."):
-            co.optimizer_info(name.removeprefix("co."))  # a name that is unknown is an error here
-            self.optim = "adamw_torch"
+        name, self.optim = self.optim, "adamw_torch"  # which transformers knows
         super().__post_init__()
-        self.optim = name if is_ours else self.optim
+        self.optim = co.optimizer_info(name).name
 
 
 class ByName(Trainer):
@@ -33,34 +32,24 @@ class ByName(Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
-        if not args.optim.startswith("co."):
-            return Trainer.get_optimizer_cls_and_kwargs(args, model)
-        info = co.optimizer_info(args.optim.removeprefix("co."))
-        return info.cls, {"lr": args.learning_rate, **json.loads(args.optim_args or "{}")}
+        return co.optimizer_info(args.optim).cls, {"lr": args.learning_rate, **json.loads(args.optim_args or "{}")}
 
 
-def train(options, resume=None):
-    """Train a small model, with options as on a command line; return the last loss that was logged."""
-    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(f"{COMMON} {options}".split())
+def train(line, resume=None):
+    """Train a small model with options as on a command line."""
+    line += " --max_steps 20 --save_steps 10 --logging_steps 5 --learning_rate 3e-3 --lr_scheduler_type cosine"
+    line += " --warmup_steps 5 --use_cpu true --report_to none --disable_tqdm true"
+    (args,) = HfArgumentParser(Arguments).parse_args_into_dataclasses(line.split())
     torch.manual_seed(0)
-    trainer = ByName(LlamaForCausalLM(LlamaConfig(**SIZES)), args, train_dataset=data)
+    sizes = dict(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    data = [{"input_ids": row, "labels": row} for row in torch.arange(272).remainder(16).unfold(0, 16, 1)]
+    trainer = ByName(LlamaForCausalLM(LlamaConfig(**sizes)), args, train_dataset=data)
+    trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=resume)
-    return trainer.optimizer.optimizer, trainer.state.log_history[-2]["loss"]
+    print(f"{trainer.optimizer.optimizer.__class__}: loss {trainer.state.log_history[-2]['loss']:.3f}")
 
 
-COMMON = "--max_steps 20 --save_steps 10 --logging_steps 5 --learning_rate 3e-3 --warmup_steps 5 --lr_scheduler_type cosine"
-COMMON += " --use_cpu true --report_to none --disable_tqdm true --output_dir"
-SIZES = dict(vocab_size=16, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
-data = [{"input_ids": row, "labels": row} for row in torch.arange(272).remainder(16).unfold(0, 16, 1)]
 with tempfile.TemporaryDirectory() as folder:
-    for name in ("co.adamw", "co.lion", "co.stable_adamw"):
-        opt, loss = train(f"{folder}/{name} --optim {name}")
-        print(f"{name}: {type(opt).__module__}, loss {loss:.2f}")
-    _, loss = train(f"{folder}/co.adamw --optim co.adamw", f"{folder}/co.adamw/checkpoint-10")
-    print(f"co.adamw, resumed: loss {loss:.2f}")
-    opt, loss = train(f'{folder}/clipped --optim co.adamw --optim_args {{"betas":[0.9,0.95],"max_grad_norm":0.5}}')
-    print(f"co.adamw, betas {opt.param_groups[0]['betas']}: loss {loss:.2f}")
-try:
-    train("out --optim co.adamv")
-except ValueError as error:
-    print("ValueError:", error)
+    train(f"--output_dir {folder}/1 --optim adamw")
+    train(f"--output_dir {folder}/2 --optim adamw", resume=f"{folder}/1/checkpoint-10")
+    train(f'--output_dir {folder}/3 --optim lion --optim_args {{"betas":[0.9,0.95],"max_grad_norm":0.5}}')

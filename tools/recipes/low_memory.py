@@ -16,7 +16,13 @@ pixels = pixels.float() / 16
 def train(title, dtype, **options):
     """Train a classifier of ``dtype``; print the bytes with gradients, and the loss."""
     torch.manual_seed(0)
-    layers = [torch.nn.Linear(64, 512), torch.nn.GELU(), torch.nn.Linear(512, 512), torch.nn.GELU(), torch.nn.Linear(512, 10)]
+    layers = [
+        torch.nn.Linear(64, 512),
+        torch.nn.GELU(),
+        torch.nn.Linear(512, 512),
+        torch.nn.GELU(),
+        torch.nn.Linear(512, 10),
+    ]
     model = co.to_low_precision(torch.nn.Sequential(*layers), dtype)
     opt = co.AdamW(model.named_parameters(), lr=3e-5, **options)
     for _ in range(150):

@@ -1,23 +1,21 @@
 """An optimizer of your own: two functions on single numbers, from which the kernels for CPU and GPU are generated.
 
-It has what the package's own have: schedules, clipping, checkpoints by name, compiled and captured steps, low precision. The
-rule here is Adam with the sign of a step where the moment and the gradient disagree left out.
+It has what the package's own optimizers have: schedules, clipping, checkpoints by name, compiled and captured steps, low
+precision. The rule here divides a momentum by the gradient's root mean square, and leaves out steps against the gradient.
 """
 
 import torch
-from sklearn.datasets import load_digits
 
 import compiled_optim as co
-from compiled_optim.rule import Number, buffer, ema, hyper, product, sqrt, static, where
+from compiled_optim.rule import Number, buffer, ema, hyper, product, sqrt, where
 
 
-class SoftSign(co.CompiledOptimizer):
-    """SoftSign: a momentum over the root of its own square and the gradient's average square."""
+class Agreeing(co.CompiledOptimizer):
+    """Agreeing: a momentum over the gradient's root mean square, where momentum and gradient have one sign."""
 
     lr: Number = hyper(default=1e-3, ge=0)
-    betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1, doc="decay rates of average and average square.")
+    betas: tuple[Number, Number] = hyper(default=(0.9, 0.99), ge=0, lt=1, doc="decay rates of momentum and mean square.")
     weight_decay: Number = hyper(default=0.0, ge=0)
-    agree: bool = static(default=False, doc="leave elements alone whose average points against the gradient.")
     exp_avg = buffer(int8="signed")
     exp_avg_sq = buffer()
 
@@ -26,29 +24,30 @@ class SoftSign(co.CompiledOptimizer):
         return dict(lr=lr, decay=lr * weight_decay, **ema(betas))
 
     @staticmethod
-    def update(param, grad, c, agree, exp_avg, exp_avg_sq):
+    def update(param, grad, c, exp_avg, exp_avg_sq):
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
-        step = exp_avg / (sqrt(exp_avg_sq + exp_avg * exp_avg) + 1e-12)
-        if agree:
-            step = where(exp_avg * grad > 0, step, 0.0)
+        step = where(exp_avg * grad > 0, exp_avg / (sqrt(exp_avg_sq) + 1e-8), 0.0)
         return dict(step=c.lr * step + product(c.decay, param), exp_avg=exp_avg, exp_avg_sq=exp_avg_sq)
 
 
-pixels, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
-pixels = pixels.float() / 16
-for agree in (False, True):
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
-    opt = SoftSign(model.named_parameters(), lr=2e-3, agree=agree, max_grad_norm=1.0)
-    for _ in range(100):
-        loss = torch.nn.functional.cross_entropy(model(pixels), digits)
-        loss.backward()
-        opt.step()
-        opt.zero_grad()
-    report = co.compile_report(opt)
-    print(f"agree={agree}: loss {loss:.3f}; {report.lowering}, {report.recompiles} recompiles")
+torch.manual_seed(0)
+x = torch.randn(512, 8)
+y = x.sin().sum(1, keepdim=True)
+model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+opt = Agreeing(model.named_parameters(), lr=3e-3, max_grad_norm=1.0)
+sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=100)
+for step in range(100):
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    opt.step()
+    opt.zero_grad()
+    sched.step()
+    if step in (0, 99):
+        print(f"step {step}: loss {loss:.2f}")
+report = co.compile_report(opt)
+print(f"{report.optimizer}: {report.lowering}, {report.recompiles} recompiles; state {list(opt.state[model[0].weight])}")
 try:
-    SoftSign(model.parameters(), betas=(0.9, 1.0))
+    Agreeing(model.parameters(), betas=(0.9, 1.0))
 except ValueError as error:
     print("ValueError:", error)

@@ -4,8 +4,6 @@ All three give the same rates and the same training, and none compiles anything 
 host has nothing to do, and compiled steps and CUDA graphs follow it.
 """
 
-import math
-
 import torch
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -17,17 +15,10 @@ x = torch.randn(512, 8)
 y = x.sin().sum(1, keepdim=True)
 
 
-def factor(step):
-    """Warm up, then follow half a cosine."""
-    if step <= WARMUP:
-        return step / WARMUP
-    return (1 + math.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
-
-
-def factor_on_device(step):
-    """The same for a step count that is a tensor: no ``if``, no ``math``."""
-    cosine = (1 + torch.cos(math.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
-    return torch.where(step <= WARMUP, step / WARMUP, cosine)
+def rate(step):
+    """Warm up, then follow half a cosine, in torch's operations: the step count is a tensor on the device."""
+    cosine = (1 + torch.cos(torch.pi * (step - WARMUP) / (STEPS - WARMUP))) / 2
+    return PEAK * torch.where(step <= WARMUP, step / WARMUP, cosine)
 
 
 def train(way):
@@ -39,12 +30,12 @@ def train(way):
         rise, fall = LinearLR(opt, 1 / WARMUP, 1, WARMUP - 1), CosineAnnealingLR(opt, STEPS - WARMUP)
         sched = SequentialLR(opt, [rise, fall], [WARMUP - 1])
     elif way == "in the step":
-        opt.schedule(lr=lambda step: PEAK * factor_on_device(step))
+        opt.schedule(lr=rate)
     rates = {}
     with co.no_recompiles():
         for step in range(1, STEPS + 1):
             if way == "assigned":
-                opt.param_groups[0]["lr"] = PEAK * factor(step)
+                opt.param_groups[0]["lr"] = rate(torch.tensor(step)).item()
             loss = (model(x) - y).square().mean()
             loss.backward()
             opt.step()

@@ -17,7 +17,9 @@ pixels = (pixels.float() - pixels.float().mean()) / pixels.float().std()  # unit
 def loss_of(width, lr):
     """Train a classifier of some width for a while."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(uu.Linear(64, width), uu.GELU(), uu.Linear(width, width), uu.GELU(), uu.LinearReadout(width, 10))
+    model = torch.nn.Sequential(
+        uu.Linear(64, width), uu.GELU(), uu.Linear(width, width), uu.GELU(), uu.LinearReadout(width, 10)
+    )
     opt = co.mup.AdamW(model.named_parameters(), lr=lr)
     for _ in range(20):
         loss = uu.functional.cross_entropy(model(pixels), digits)
