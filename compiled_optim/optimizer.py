@@ -20,8 +20,8 @@ from compiled_optim.groups.parameters import as_groups
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.memory.torch_internals import (
     backward_number,
-    is_capturing,
     has_hooks,
+    is_capturing,
     is_observed,
     outside_dynamo,
     outside_inference_mode,

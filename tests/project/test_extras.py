@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from readme import RECIPES, needed_extra
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -24,6 +25,8 @@ EXTRAS = {
     "tools": "",
     "tools/checkpoint_files.py": "convert",
     "tools/demo": "demo",
+    "tools/recipes": "",
+    **{f"tools/recipes/{path.name}": extra for path in RECIPES if (extra := needed_extra(path))},
 }
 """What of the repository runs with which extra; without one where that is empty."""
 

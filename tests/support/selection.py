@@ -30,6 +30,7 @@ FULL_ONLY = (
     "tests/trainers/",
     "tests/project/test_demo.py::test_a_newcomers_run",
     "tests/project/test_extras.py",
+    "tests/project/test_recipes.py::test_a_long_recipe",
     "tests/lowering/test_code_for_gpus.py",
     "tests/step/test_soak.py",
     "tests/capture/test_capture.py::test_a_parameter_that_is_skipped_and_one_that_is_there_twice",

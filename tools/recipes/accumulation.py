@@ -40,3 +40,7 @@ def train(in_moments):
 
 train(in_moments=False)
 train(in_moments=True)
+
+# Prints, in 4 s:
+# 100 steps, loss 0.46, 2564 bytes of gradients between micro-batches
+# 100 steps, loss 0.44, 0 bytes of gradients between micro-batches

@@ -19,12 +19,12 @@ for step in range(100):
         loss = (model(x) - y).square().mean()
     if step == 50:
         loss = loss * float("inf")  # a batch that goes wrong
+    if step == 75:
+        opt.max_grad_norm = 0.1  # this step uses it; nothing is compiled again
     scaler.scale(loss).backward()
     scaler.step(opt)
     scaler.update()
     opt.zero_grad()
     if step in (0, 50, 99):
         print(f"step {step}: loss {loss:.2f}, norm before clipping {opt.grad_norm:.1f}, scale {scaler.get_scale():.0f}")
-
-opt.max_grad_norm = 0.1  # the next step uses it; nothing is compiled again
 print(f"skipped {opt.skipped_steps:.0f}; steps taken {opt.state[model[0].weight]['step']:.0f}")

@@ -41,3 +41,9 @@ for warning in said:
     print("warning:", warning.message)
 report = co.compile_report(opt)
 print(f"{device}: {len(report.captures)} captures, {report.replays} replays")
+
+# Prints, in 4 s:
+# step 0: loss 3.12, gradient norm 2.76
+# step 99: loss 0.47, gradient norm 0.13
+# warning: compiled_optim: CUDAGraphRunner runs AdamW uncaptured: cpu has no CUDA graphs; use it for parameters on CUDA
+# cpu: 0 captures, 0 replays

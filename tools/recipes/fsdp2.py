@@ -57,3 +57,8 @@ if __name__ == "__main__":
         for processes, first in ((2, 0), (1, 20), (4, 20)):
             options = dict(nprocs=processes, start_method="forkserver")  # which imports torch once for all
             torch.multiprocessing.start_processes(train, (processes, folder, first), **options)
+
+# Prints, in 7 s:
+# steps 1 to 40 on 2 processes: loss 0.5414
+# steps 21 to 40 on 1 processes: loss 0.5414
+# steps 21 to 40 on 4 processes: loss 0.5414

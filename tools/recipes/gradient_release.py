@@ -35,3 +35,8 @@ def train(released):
 usual, released = train(False), train(True)
 pairs = zip(usual.parameters(), released.parameters(), strict=True)
 print("equal weights:", all(torch.equal(a, b) for a, b in pairs))
+
+# Prints, in 4 s:
+# as usual: loss 0.5380, 85764 bytes of gradients after backward
+# released: loss 0.5380, 0 bytes of gradients after backward
+# equal weights: True

@@ -44,3 +44,9 @@ opt = train(model, task, 1e-3, lr_scale=lambda name, _: 16.0 if "lora_B" in name
 frozen = {name.replace("base_layer.", ""): p for name, p in base.named_parameters() if "lora" not in name}
 print("frozen weights unchanged:", all(torch.equal(weights[name], p) for name, p in frozen.items()))
 print("trained:", *(name.removeprefix("base_model.model.") for name in opt.param_groups[0]["param_names"]))
+
+# Prints, in 18 s:
+# 4 tensors with state, 641 elements: loss 0.322
+# 4 tensors with state, 548 elements: loss 0.174
+# frozen weights unchanged: True
+# trained: first.lora_A.default.weight first.lora_B.default.weight second.lora_A.default.weight second.lora_B.default.weight

@@ -25,7 +25,7 @@ def train(title, dtype, **options):
     ]
     model = co.to_low_precision(torch.nn.Sequential(*layers), dtype)
     opt = co.AdamW(model.named_parameters(), lr=3e-5, **options)
-    for _ in range(150):
+    for _ in range(100):
         opt.zero_grad()
         loss = torch.nn.functional.cross_entropy(model(pixels.to(dtype)).float(), digits)
         loss.backward()
@@ -40,3 +40,10 @@ whole = co.full_precision_state_dict(model, opt)  # to save: all the bits, in fl
 print(f"  saved as {whole['0.weight'].dtype}; stuck: {len(opt.check_numerics().stuck)} parameters")
 model, opt = train("bfloat16", torch.bfloat16)
 print(f"  stuck: {len(opt.check_numerics().stuck)} parameters")
+
+# Prints, in 24 s:
+# float32: 16.0 bytes per parameter, loss 1.963
+# split8, int8: 7.2 bytes per parameter, loss 1.963
+#   saved as torch.float32; stuck: 0 parameters
+# bfloat16: 8.0 bytes per parameter, loss 2.250
+#   stuck: 6 parameters

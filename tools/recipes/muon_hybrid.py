@@ -9,13 +9,13 @@ import compiled_optim as co
 
 
 class Model(torch.nn.Module):
-    """Predicts the next letter from the last four; one of its layers is forgotten in ``forward``."""
+    """Predicts the next letter from the last four; one of its layers is not used in ``forward``."""
 
     def __init__(self):
         super().__init__()
         self.embed = torch.nn.Embedding(27, 32)
         self.hidden = torch.nn.Linear(4 * 32, 128)
-        self.forgotten = torch.nn.Linear(128, 128)
+        self.unused = torch.nn.Linear(128, 128)
         self.head = torch.nn.Linear(128, 27)
 
     def forward(self, letters):

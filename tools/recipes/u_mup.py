@@ -1,7 +1,7 @@
 """u-muP with unit-scaling's layers: the learning rate that is best for a narrow model is best for a wide one too.
 
 ``co.mup.AdamW`` reads the scale of each parameter from its layer. All parameters of a model are one group and one kernel,
-whatever their scales are.
+whatever their scales are. With torch's layers and plain AdamW, the best rate falls as the model grows.
 """
 
 import torch
@@ -14,22 +14,27 @@ pixels, digits = (torch.tensor(array) for array in load_digits(return_X_y=True))
 pixels = (pixels.float() - pixels.float().mean()) / pixels.float().std()  # unit scale
 
 
-def loss_of(width, lr):
+def loss_of(layers, readout, optimizer, width, lr):
     """Train a classifier of some width for a while."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(
-        uu.Linear(64, width), uu.GELU(), uu.Linear(width, width), uu.GELU(), uu.LinearReadout(width, 10)
-    )
-    opt = co.mup.AdamW(model.named_parameters(), lr=lr)
+    first, hidden, last = layers.Linear(64, width), layers.Linear(width, width), readout(width, 10)
+    model = torch.nn.Sequential(first, layers.GELU(), hidden, layers.GELU(), last)
+    opt = optimizer(model.named_parameters(), lr=lr)
     for _ in range(20):
-        loss = uu.functional.cross_entropy(model(pixels), digits)
+        loss = layers.functional.cross_entropy(model(pixels), digits)
         loss.backward()
         opt.step()
         opt.zero_grad()
     return loss.item()
 
 
-rates = [2.0**power for power in range(-5, 4)]
-for width in (32, 128, 256):
-    losses = {lr: loss_of(width, lr) for lr in rates}
-    print(f"width {width}: best lr {min(losses, key=losses.get)}, losses", *(f"{loss:.2f}" for loss in losses.values()))
+def compare(name, powers, *how):
+    """Print the best of some learning rates for a narrow and a wide model."""
+    for width in (32, 512):
+        losses = {2.0**power: loss_of(*how, width, 2.0**power) for power in powers}
+        best = min(losses, key=losses.get)
+        print(f"{name}, width {width}: best lr {best:g}; losses", *(f"{loss:.2f}" for loss in losses.values()))
+
+
+compare("u-muP", range(-2, 3), uu, uu.LinearReadout, co.mup.AdamW)
+compare("AdamW", range(-10, -3), torch.nn, torch.nn.Linear, co.AdamW)

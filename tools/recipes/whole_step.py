@@ -41,3 +41,9 @@ try:
         train_step(x.double(), y)
 except co.RecompileError as error:
     print("RecompileError:", next(line for line in str(error).splitlines() if "dtype" in line).strip())
+
+# Prints, in 16 s:
+# first loss 3.12
+# last loss 0.389 at lr 0.000005
+# recompiles 0; compiled code holds an operator: it is lowered to multi_tensor
+# RecompileError: - 0/0: tensor 'x' dtype mismatch. expected Float, actual Double
