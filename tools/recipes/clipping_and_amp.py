@@ -28,3 +28,9 @@ for step in range(100):
     if step in (0, 50, 99):
         print(f"step {step}: loss {loss:.2f}, norm before clipping {opt.grad_norm:.1f}, scale {scaler.get_scale():.0f}")
 print(f"skipped {opt.skipped_steps:.0f}; steps taken {opt.state[model[0].weight]['step']:.0f}")
+
+# Prints, in 4 s:
+# step 0: loss 3.12, norm before clipping 2.8, scale 65536
+# step 50: loss inf, norm before clipping nan, scale 32768
+# step 99: loss 0.40, norm before clipping 0.1, scale 32768
+# skipped 1; steps taken 99

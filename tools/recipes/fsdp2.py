@@ -30,24 +30,21 @@ def train(rank, processes, folder, first):
     opt = co.AdamW(model.named_parameters(), max_grad_norm=1.0)  # clips by the norm over all shards
     opt.schedule(lr=lambda step: 3e-3 * torch.cos(step / 40))
 
-    def exchange(move):
-        saved = dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
-        move(saved, checkpoint_id=f"{folder}/checkpoint")
-        return saved
+    def state():
+        return dict(zip(("model", "optimizer"), get_state_dict(model, opt), strict=True))
 
     if first:
-        saved = exchange(dcp.load)
+        dcp.load(saved := state(), checkpoint_id=f"{folder}/checkpoint")
         set_state_dict(model, opt, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
     for step in range(first, 40):
         if step == 20 and not first:
-            exchange(dcp.save)
+            dcp.save(state(), checkpoint_id=f"{folder}/checkpoint")
         loss = (model(x) - y).square().mean()
         loss.backward()
         opt.step()
         opt.zero_grad()
     dist.all_reduce(loss := loss.detach())
-    if rank == 0:
-        print(f"steps {first + 1} to 40 on {processes} processes: loss {loss / processes:.4f}", flush=True)
+    print(f"steps {first + 1} to 40 on {processes} processes: loss {loss / processes:.4f}\n" * (rank == 0), end="", flush=True)
     dist.destroy_process_group()
 
 
@@ -55,10 +52,9 @@ if __name__ == "__main__":
     multiprocessing.set_forkserver_preload(["torch.distributed.checkpoint.state_dict", "compiled_optim"])
     with tempfile.TemporaryDirectory() as folder:
         for processes, first in ((2, 0), (1, 20), (4, 20)):
-            options = dict(nprocs=processes, start_method="forkserver")  # which imports torch once for all
-            torch.multiprocessing.start_processes(train, (processes, folder, first), **options)
+            torch.multiprocessing.start_processes(train, (processes, folder, first), processes, start_method="forkserver")
 
-# Prints, in 7 s:
+# Prints, in 22 s:
 # steps 1 to 40 on 2 processes: loss 0.5414
 # steps 21 to 40 on 1 processes: loss 0.5414
 # steps 21 to 40 on 4 processes: loss 0.5414

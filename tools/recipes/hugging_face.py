@@ -53,3 +53,8 @@ with tempfile.TemporaryDirectory() as folder:
     train(f"--output_dir {folder}/1 --optim adamw")
     train(f"--output_dir {folder}/2 --optim adamw", resume=f"{folder}/1/checkpoint-10")
     train(f'--output_dir {folder}/3 --optim lion --optim_args {{"betas":[0.9,0.95],"max_grad_norm":0.5}}')
+
+# Prints, in 19 s:
+# <class 'compiled_optim.optimizers.adamw.AdamW'>: loss 1.707
+# <class 'compiled_optim.optimizers.adamw.AdamW'>: loss 1.707
+# <class 'compiled_optim.optimizers.lion.Lion'>: loss 1.659

@@ -15,7 +15,7 @@ import compiled_optim as co
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 warnings.filterwarnings("ignore", "The 'train_dataloader' does not have many workers")
-warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated")  # Lightning's own
+warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated")
 torch.manual_seed(0)
 x = torch.randn(512, 8)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=64)
@@ -51,7 +51,11 @@ def fit(epochs, checkpoint=None):
 with tempfile.TemporaryDirectory() as folder:
     fit(10).save_checkpoint(f"{folder}/half.ckpt")
     whole, resumed = fit(20), fit(20, f"{folder}/half.ckpt")
-for trainer in (whole, resumed):
-    print(f"{trainer.global_step} steps: loss {trainer.callback_metrics['loss']:.3f}")
+losses = (f"{trainer.callback_metrics['loss']:.3f}" for trainer in (whole, resumed))
+print(f"{resumed.global_step} steps, losses", *losses)
 pairs = zip(whole.model.parameters(), resumed.model.parameters(), strict=True)
 print("equal weights:", all(torch.equal(a, b) for a, b in pairs))
+
+# Prints, in 17 s:
+# 160 steps, losses 0.507 0.507
+# equal weights: True

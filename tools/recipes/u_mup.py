@@ -38,3 +38,9 @@ def compare(name, powers, *how):
 
 compare("u-muP", range(-2, 3), uu, uu.LinearReadout, co.mup.AdamW)
 compare("AdamW", range(-10, -3), torch.nn, torch.nn.Linear, co.AdamW)
+
+# Prints, in 20 s:
+# u-muP, width 32: best lr 1; losses 0.24 0.10 0.05 0.10 0.67
+# u-muP, width 512: best lr 1; losses 0.11 0.04 0.02 0.04 0.12
+# AdamW, width 32: best lr 0.03125; losses 2.17 1.88 0.99 0.30 0.12 0.09 0.10
+# AdamW, width 512: best lr 0.00390625; losses 0.15 0.07 0.03 0.04 0.04 0.11 0.59
