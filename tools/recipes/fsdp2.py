@@ -24,9 +24,7 @@ def train(rank, processes, folder, first):
     x = torch.randn(256, 8)
     x, y = x[rank::processes], x.sin().sum(1, keepdim=True)[rank::processes]  # each process has its share
     model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
-    mesh = dist.init_device_mesh("cpu", (processes,))
-    for layer in (model[0], model[2], model):
-        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (processes,)))  # of larger models each layer first
     opt = co.AdamW(model.named_parameters(), max_grad_norm=1.0)  # clips by the norm over all shards
     opt.schedule(lr=lambda step: 3e-3 * torch.cos(step / 40))
 
@@ -44,7 +42,8 @@ def train(rank, processes, folder, first):
         opt.step()
         opt.zero_grad()
     dist.all_reduce(loss := loss.detach())
-    print(f"steps {first + 1} to 40 on {processes} processes: loss {loss / processes:.4f}\n" * (rank == 0), end="", flush=True)
+    if rank == 0:
+        print(f"steps {first + 1} to 40 on {processes} processes: loss {loss / processes:.4f}", flush=True)
     dist.destroy_process_group()
 
 

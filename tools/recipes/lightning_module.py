@@ -14,8 +14,7 @@ import torch
 import compiled_optim as co
 
 logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-warnings.filterwarnings("ignore", "The 'train_dataloader' does not have many workers")
-warnings.filterwarnings("ignore", "`isinstance.treespec, LeafSpec.` is deprecated")
+warnings.filterwarnings("ignore", "The 'train_dataloader' does not have many|`isinstance.treespec, LeafSpec.` is deprecated")
 torch.manual_seed(0)
 x = torch.randn(512, 8)
 loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, x.sin().sum(1, keepdim=True)), batch_size=64)
