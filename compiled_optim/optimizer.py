@@ -21,6 +21,7 @@ from compiled_optim.lowering.choice import LoweringName
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.memory.torch_internals import (
     backward_number,
+    has_hooks,
     is_capturing,
     is_observed,
     outside_dynamo,
@@ -249,7 +250,8 @@ class CompiledOptimizer(Declared, Optimizer):
 
         @functools.wraps(func)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling() or is_observed(cast("CompiledOptimizer", args[0])):
+            stepped = cast("CompiledOptimizer", args[0])
+            if has_hooks(stepped) if torch.compiler.is_compiling() else is_observed(stepped):
                 return telling(*args, **kwargs)
             return func(*args, **kwargs)
 

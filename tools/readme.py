@@ -20,8 +20,13 @@ from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("capture", "checkpoint", "lowering", "optimizers", "rule", "switch")
 READMES = [
-    ROOT / folder / "README.md" for folder in ("", *(f"compiled_optim/{f}" for f in FLOORS), "perf", "tests", "tools")
+    ROOT / folder / "README.md"
+    for folder in ("", *(f"compiled_optim/{f}" for f in FLOORS), "perf", "tests", "tools", "tools/recipes")
 ]
+RECIPES = sorted((ROOT / "tools" / "recipes").glob("*.py"))
+PRINTED = re.compile(r"^# Prints, in (?P<seconds>\d+) s:\n(?P<lines>(?:# .*\n)+)\Z", re.MULTILINE)
+"""The end of a recipe: its output."""
+
 _BLOCK = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 _OURS, _INDUCTOR, _CAPTURED = "compiled_optim", "compiled_optim[inductor]", "compiled_optim[captured]"
@@ -392,6 +397,26 @@ def example_rule() -> str:
     return f"```python\n{inspect.getsource(inspect.getmodule(co.Lion)).strip()}\n```"  # type: ignore[arg-type]
 
 
+_EXTRAS = {"sklearn": "demo", "unit_scaling": "mup", "lightning": "trainers", "peft": "trainers", "transformers": "trainers"}
+
+
+def needed_extra(recipe: Path) -> str:
+    """The extra that a recipe needs, "" for none."""
+    imported = re.findall(r"^(?:import|from) (\w+)", recipe.read_text(), re.MULTILINE)
+    return next((_EXTRAS[name] for name in imported if name in _EXTRAS), "")
+
+
+def recipes() -> str:
+    """A Markdown row per recipe, from its file: what it shows, which extra it needs, and how long it takes."""
+    rows = []
+    for path in RECIPES:
+        text = path.read_text()
+        summary = text.partition("\n")[0].removeprefix('"""').replace("``", "`")
+        seconds, extra = PRINTED.search(text), needed_extra(path)
+        rows.append([f"[{path.stem}]({path.name})", summary, extra and f"`{extra}`", seconds["seconds"] if seconds else ""])
+    return _grid(["recipe", "shows", "extra", "seconds"], rows, 3)
+
+
 def floor_plan() -> str:
     """The folders and modules of the package, the top floor first, as its docstring lists them."""
     _, _, plan = (co.__doc__ or "").partition(":\n\n")
@@ -412,6 +437,7 @@ _PARTS = {
     "choice": choice,
     "lowering": lowering_table,
     "rule": example_rule,
+    "recipes": recipes,
     "floors": floor_plan,
 }
 

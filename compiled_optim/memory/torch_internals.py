@@ -35,11 +35,16 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 """What ``torch.no_grad`` calls, at a tenth of its cost."""
 
 
+def has_hooks(stepped: Optimizer) -> bool:
+    """Whether hooks are to be called before or after a step of an optimizer; can be traced."""
+    own = stepped._optimizer_step_pre_hooks or stepped._optimizer_step_post_hooks
+    return bool(own or optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks)
+
+
 def is_observed(stepped: Optimizer) -> bool:
     """Whether somebody is to be told of a step of an optimizer: a hook or a profiler, which another thread may have."""
-    own = stepped._optimizer_step_pre_hooks or stepped._optimizer_step_post_hooks
-    everywhere = optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks
-    return bool(own or everywhere or torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled)
+    is_profiled = torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
+    return is_profiled or has_hooks(stepped)
 
 
 def outside_dynamo(function: F) -> F:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import tomllib
+from readme import RECIPES, needed_extra
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -27,6 +28,8 @@ EXTRAS = {
     "tools": "",
     "tools/demo": "demo",
     "tools/manual": "docs",
+    "tools/recipes": "",
+    **{f"tools/recipes/{path.name}": extra for path in RECIPES if (extra := needed_extra(path))},
 }
 """What of the repository runs with which extra; without one where that is empty."""
 

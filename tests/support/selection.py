@@ -32,6 +32,7 @@ FULL_ONLY = (
     "tests/project/test_distribution.py::test_a_release",
     "tests/project/test_extras.py::test_every_import_is_declared",
     "tests/project/test_manual.py::test_the_documentation_is_built",
+    "tests/project/test_recipes.py::test_a_long_recipe",
     "tests/lowering/test_code_for_gpus.py",
     "tests/step/test_soak.py",
     "tests/capture/test_capture.py::test_a_parameter_that_is_skipped_and_one_that_is_there_twice",
