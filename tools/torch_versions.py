@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import NamedTuple
 from xml.etree import ElementTree
 
-import environment
 import suite
 from environment import RELEASES, ROOT, Release, interpreters, python_with, release
 
@@ -65,7 +64,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--python", action="append", default=[], metavar="PATH", help="a Python to use; may be repeated")
     parser.add_argument("--seed", type=int, metavar="N", help="which cases are taken; today's date if it is not given")
     parser.add_argument("--slow", type=int, metavar="SECONDS", default=110, help="what slow tests may take of one processor")
-    parser.add_argument("--record", action="store_true", help=f"add the results to {RESULTS.relative_to(ROOT)}")
+    parser.add_argument("--record", action="store_true", help="add the results to perf/results/versions.csv")
     return parser.parse_args(arguments)
 
 
@@ -130,7 +129,7 @@ def tested(wanted: Release, pythons: Mapping[str, str], *selection: str) -> Outc
         print(error, file=sys.stderr)
         return Outcome(wanted.torch, "", wanted.python, remark=_joined(unknown, "did not run: it could not be installed"))
     versions = subprocess.run([python, "-c", _DISTRIBUTIONS], capture_output=True, text=True, check=True).stdout.split()
-    report = environment.ROOT / ".pytest_cache" / f"torch-{wanted.torch}.xml"
+    report = ROOT / ".pytest_cache" / f"torch-{wanted.torch}.xml"
     report.unlink(missing_ok=True)
     options = [f"--junitxml={report}", "--override-ini=junit_family=xunit1"]
     status = suite.run(python, [suite.pytest(*selection, *options, *suite.SENSITIVE)])
@@ -174,13 +173,13 @@ def table(outcomes: Iterable[Outcome]) -> str:
     return "\n".join([*lines, *remarks])
 
 
-def record(outcome: Outcome, commit: str, path: Path = RESULTS) -> None:
+def record(outcome: Outcome, commit: str) -> None:
     """Append ``outcome`` to the file of results."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     row = {**outcome._asdict(), "commit": commit, "date": now}
     columns = ["torch", "triton", "python", "passed", "failed", "skipped", "commit", "date"]
-    is_new = not path.exists()
-    with path.open("a", newline="") as file:
+    is_new = not RESULTS.exists()
+    with RESULTS.open("a", newline="") as file:
         writer = csv.DictWriter(file, columns, extrasaction="ignore", lineterminator="\n")
         if is_new:
             writer.writeheader()
