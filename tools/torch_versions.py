@@ -112,7 +112,7 @@ def chosen(asked: Sequence[str], available: Sequence[str]) -> list[Release]:
         return [*map(release, [*known, *newer])]
     found = {text: [v for v in (*known, *available) if v == text or v.startswith(f"{text}.")] for text in asked}
     if unknown := [text for text, versions in found.items() if not versions]:
-        raise ValueError(f"there is no torch {', '.join(unknown)}: the table has {', '.join(known)}")
+        raise ValueError(f"neither the table ({', '.join(known)}) nor the package index has a torch {', '.join(unknown)}")
     return [release(versions[0]) for versions in found.values()]
 
 
