@@ -101,7 +101,11 @@ def sections(
 ) -> Iterator[Section]:
     """The page, part by part; a table that is not there leaves its part without a picture."""
     none = pd.DataFrame(columns=results.COLUMNS)
-    of = {name: latest(table[table["optimizer"].isin(optimizers)]) for name, table in tables.items() if name != "lowering"}
+    of = {
+        name: latest(table[table["optimizer"].isin(optimizers)])
+        for name, table in tables.items()
+        if name not in ("lowering", "versions")
+    }
     bandwidth, step, first, memory = (of.get(n, none) for n in ("bandwidth", "step", "first_step", "low_memory"))
     speeds = bandwidth[bandwidth["unit"] == "GB/s"]
     text = "Bytes that a step must move, by the time it takes; a copy counts what it reads and what it writes."

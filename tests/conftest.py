@@ -14,16 +14,20 @@ import torch
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every test, not a selection of each function's")
-    parser.addoption("--selection", type=int, default=selection.today(), help="the seed of the selection (today's date)")
+    parser.addoption("--selection", type=int, help="the seed of the selection (today's date); of files that are named too")
+    parser.addoption("--slow", type=float, default=selection.SECONDS, help="seconds for the selection's slow functions")
     parser.addoption("--time-left", action="store_true", help="a line of progress in place of dots")
     parser.addoption("--cuda-on-cpu", action="store_true", help="run the tests marked cuda, and only them, without a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):
-        config.option.full, config.option.selection = config.workerinput["selection"]
-    elif config.args_source is not pytest.Config.ArgsSource.TESTPATHS or config.option.keyword:
-        config.option.full = True  # of what was named
+        for name, value in config.workerinput["selection"].items():
+            setattr(config.option, name, value)
+    else:
+        config.option.named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or bool(config.option.keyword)
+        config.option.full |= config.option.named and config.option.selection is None
+        config.option.selection = selection.today() if config.option.selection is None else config.option.selection
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # who compiles starts no processes that import torch
     import left_out
@@ -48,7 +52,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Let a worker take the tests that this process takes."""
-    node.workerinput["selection"] = node.config.option.full, node.config.option.selection
+    node.workerinput["selection"] = {n: getattr(node.config.option, n) for n in ("full", "selection", "slow", "named")}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -57,7 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
     elif not config.getoption("--full"):
-        kept = selection.selected(items, config.getoption("--selection"))
+        left_out = () if config.option.named else selection.FULL_ONLY
+        kept = selection.selected(items, config.option.selection, config.option.slow, left_out)
         config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
         items[:] = kept
     if hasattr(config, "workerinput"):

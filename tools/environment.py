@@ -7,11 +7,13 @@ import hashlib
 import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import progress
 
@@ -22,34 +24,89 @@ ALONE = {"full": ["timm"]}
 
 # With another torch than the constraints': what the tests of compiled code need. Triton 3.6's interpreter needs this numpy.
 FEW = ("expecttest", "hypothesis", "pandas", "pytest", "pytest-xdist", "numpy<2.4")
-TRITON = {"2.11": "3.6.0", "2.12": "3.7.1", "2.13": "3.7.1", "2.14": "3.8.0", "2.15": "3.9.0"}
 
 
-def python_with(extra: str, torch: str = "") -> Path:
+class Release(NamedTuple):
+    """A torch to test with, and what beside: the triton that goes with it (empty: torch's own choice), and a Python."""
+
+    torch: str
+    triton: str
+    python: str
+
+
+RELEASES = (
+    Release("2.11.0", "3.6.0", "3.12"),
+    Release("2.12.1", "3.7.1", "3.10"),
+    Release("2.13.0", "3.7.1", "3.11"),
+    Release("2.14.1", "3.8.0", "3.11"),
+    Release("2.15.0", "3.9.0", "3.13"),
+)
+"""The oldest one is the oldest that the package supports. Together they have each Python."""
+
+
+def release(torch: str) -> Release:
+    """What to test a version of ``torch`` with, whether it is in the table or not."""
+    series = [r for r in RELEASES if r.torch.rpartition(".")[0] == torch.rpartition(".")[0]]
+    return (series or [RELEASES[-1]._replace(triton="")])[0]._replace(torch=torch)
+
+
+def interpreters(given: Sequence[str] = ()) -> dict[str, str]:
+    """The Pythons here, such as "3.12" -> its path: first those that are given, then this one, those on PATH, pyenv's.
+
+    Raises:
+        ValueError: one that is given is no Python.
+    """
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    kept = sorted(
+        pyenv.glob("3.*/bin/python"), key=lambda path: [*map(int, re.findall(r"\d+", path.parts[-3]))], reverse=True
+    )
+    on_path = filter(None, (shutil.which(f"python3.{minor}") for minor in range(10, 30)))
+    found: dict[str, str] = {}
+    for path in (*given, sys.executable, *on_path, *kept):
+        ask = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"]
+        try:  # what pyenv puts on PATH may be no more than the name of one
+            version, place = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip().split(" ", 1)
+        except (OSError, ValueError, subprocess.CalledProcessError) as error:
+            if path in given:
+                raise ValueError(f"{path} is no Python: {error}") from error
+            continue
+        found.setdefault(version, place)
+    return found
+
+
+def python_with(extra: str, torch: str = "", interpreter: str | None = None) -> Path:
     """The interpreter of a virtual environment that holds the package, editable, with one of its extras.
 
-    With a version of ``torch`` it has that one, the triton that goes with it, and :data:`FEW` in place of the extra.
+    With a version of ``torch`` it has that one, the triton that goes with it, and :data:`FEW` in place of the extra. It is
+    made with the Python that :func:`release` names, if there is one. The torch of the constraints has no other environment.
 
     The environment is made, or brought up to date, only if ``pyproject.toml`` or the constraints changed since. Processes
     that are started from here on keep their bytecode, whatever ``PYTHONDONTWRITEBYTECODE`` says: nothing was compiled at
     the installation, and torch alone takes seconds to compile.
     """
     constraints = ROOT / "tools" / "constraints.txt"
+    packages, alone, pins = [f"{ROOT}[{extra}]"], ALONE.get(extra, []), constraints.read_text()
+    if f"\ntorch=={torch}\n" in pins:
+        torch, interpreter = "", None
     directory = ROOT / (f".venv-{extra}-{torch}" if torch else f".venv-{extra}")
     python = directory / ("Scripts/python.exe" if sys.platform == "win32" else "bin/python")
     stamp = directory / "installed"
-    packages, alone, pins = [f"{ROOT}[{extra}]"], ALONE.get(extra, []), constraints.read_text()
+    is_other, maker = False, interpreter or sys.executable
     if torch:
+        beside = release(torch)
+        maker = interpreter or interpreters().get(beside.python, sys.executable)
         packages, alone = [str(ROOT), *FEW], []
         pins = re.sub(r"^(torch|triton|numpy)==.*\n", "", pins, flags=re.MULTILINE)
-        pins += f"torch=={torch}\ntriton=={TRITON[torch.rpartition('.')[0]]}\n"
+        pins += f"torch=={torch}\n" + f"triton=={beside.triton}\n" * bool(beside.triton)
+        is_other = python.exists() and sys.platform != "win32" and not python.samefile(maker)
     wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr((pins, packages[1:])).encode()).hexdigest()
     with _one_at_a_time(directory.parent / f"{directory.name}.lock"):
-        if not stamp.exists() or stamp.read_text() != wanted:
+        if is_other or not stamp.exists() or stamp.read_text() != wanted:
             directory.mkdir(exist_ok=True)
             (directory / "constraints.txt").write_text(pins)
             install = [python, "-m", "pip", "install", "--no-compile", "-c", directory / "constraints.txt"]
-            commands = [[sys.executable, "-m", "venv", directory], [*install, "-e", *packages]]
+            clear = ["--clear"] * is_other
+            commands = [[maker, "-m", "venv", *clear, directory], [*install, "-e", *packages]]
             commands += [[*install, "--no-deps", package] for package in alone]
             _run_quietly(commands, f"installing into {directory.name} (once)", directory / "install.log")
             stamp.write_text(wanted)

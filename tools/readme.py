@@ -324,6 +324,23 @@ def tested() -> str:
     """)
 
 
+def versions() -> str:
+    """How the tests went that run with every version of torch: its last row for each."""
+    last = {row["torch"].partition("+")[0]: row for row in _measured("versions")}
+    rows = sorted(last.items(), key=lambda item: [*map(int, item[0].split("."))])
+    *others, newest = (f"{torch} (Python {row['python']}, triton {row['triton']})" for torch, row in rows)
+    several = " and ".join(filter(None, (", ".join(others), newest)))
+    passed = sorted({int(row["passed"]) for row in last.values()})
+    counts = " to ".join(map(str, dict.fromkeys((passed[0], passed[-1]))))
+    failed = " and ".join(f"{row['failed']} failed with {torch}" for torch, row in rows if row["failed"] != "0")
+    revisions = " and ".join(dict.fromkeys(row["commit"] for _, row in rows))
+    return _paragraphs(f"""
+        A few cases of the tests of compiled steps, checkpoints and Triton's kernels ran on a CPU under Linux with torch
+        {several}. With each {counts} tests passed, and {failed or "none failed"} (revision
+        {revisions}; `perf/results/versions.csv`).
+    """)
+
+
 _FORMS = {
     "multi_tensor": "`multi_tensor`, called",
     "operator": "`multi_tensor`, in a compiled function",
@@ -434,6 +451,7 @@ _PARTS = {
     "convergence": convergence,
     "hybrid": hybrid,
     "tested": tested,
+    "versions": versions,
     "choice": choice,
     "lowering": lowering_table,
     "rule": example_rule,

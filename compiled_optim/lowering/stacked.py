@@ -24,7 +24,7 @@ from compiled_optim.lowering.owners import Owners, owners
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, parts_of_stack, plain_copy, whole_stack
-from compiled_optim.memory.torch_compiler import obtain_graph
+from compiled_optim.memory.torch_compiler import decompositions_of_inductor, obtain_graph
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
@@ -39,10 +39,8 @@ _ALONE = 1 << 13  # the most numbers that one program adds up where their count 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
     """By operator, how Inductor is to write it; all its own ones are among them."""
-    from torch._inductor.decomposition import select_decomp_table
-
     aten = torch.ops.aten
-    return {**select_decomp_table(), aten.mean.dim: _mean, aten.linalg_vector_norm.default: _norm}
+    return {**decompositions_of_inductor(), aten.mean.dim: _mean, aten.linalg_vector_norm.default: _norm}
 
 
 def _mean(x: Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:

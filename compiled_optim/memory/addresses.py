@@ -18,6 +18,7 @@ from torch import Tensor
 
 from compiled_optim.memory import cache
 from compiled_optim.memory.layout import is_plain, overlap_shifted
+from compiled_optim.memory.torch_internals import dispatch_key_of_subclasses, dispatch_keys, zeros_without_memory
 
 EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
 
@@ -210,8 +211,8 @@ def _places() -> dict[str, int] | None:
     """
     complex_numbers = torch.zeros(3, 5, 7, dtype=torch.complex64)
     tensors = [torch.zeros(3, 5, 7), complex_numbers, torch.from_numpy(np.zeros((3, 5, 7)))]
-    others = [complex_numbers.conj(), complex_numbers.conj().imag, torch._efficientzerotensor(2)]
-    keys = [torch._C._dispatch_keys(t).raw_repr() for t in (*tensors, *others)]
+    others = [complex_numbers.conj(), complex_numbers.conj().imag, zeros_without_memory(2)]
+    keys = [dispatch_keys(t) for t in (*tensors, *others)]
     found = {
         "STORAGE_AT": _place([(t._cdata, [t.untyped_storage()._cdata]) for t in tensors]),
         "FORM_AT": _place([(t._cdata, [3, 3, 5, 7]) for t in tensors]),
@@ -219,8 +220,7 @@ def _places() -> dict[str, int] | None:
         "DATA_AT": _place([(t.untyped_storage()._cdata, [t.data_ptr()]) for t in tensors], 11),
         "NBYTES_AT": _place([(t.untyped_storage()._cdata, [t.untyped_storage().nbytes()]) for t in tensors], 11),
     }
-    python = torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
-    found["OTHER_KEYS"] = (keys[3] | keys[4] | keys[5]) & ~(keys[0] | keys[1]) | python
+    found["OTHER_KEYS"] = (keys[3] | keys[4] | keys[5]) & ~(keys[0] | keys[1]) | dispatch_key_of_subclasses()
     is_in_order = found["STORAGE_AT"] < found["FORM_AT"] < found["KEYS_AT"] and found["DATA_AT"] < found["NBYTES_AT"]
     return found if is_in_order and min(found.values()) > 0 else None
 

@@ -20,6 +20,13 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
     return contextlib.nullcontext() if fakes_are_made() else FakeTensorMode()
 
 
+def decompositions_of_inductor() -> dict[Any, Callable[..., Any]]:
+    """By operator, how Inductor writes it with others."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    return dict(select_decomp_table())
+
+
 class CompiledGraph(NamedTuple):
     """What Inductor compiled for ``obtain_graph``.
 

@@ -112,6 +112,21 @@ def wraps_others(tensor: Tensor) -> bool:
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
+def dispatch_keys(tensor: Tensor) -> int:
+    """What tells torch whose code runs for ``tensor``, as a number that the tensor's object holds."""
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+def dispatch_key_of_subclasses() -> int:
+    """The key of tensors that :func:`wraps_others` is true for."""
+    return torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
+
+
+def zeros_without_memory(size: int) -> Tensor:
+    """Zeros as derivatives have them: they lie nowhere."""
+    return torch._efficientzerotensor(size)
+
+
 CAPTURING: dict[str, Callable[[], object | None]] = {
     "cuda": lambda: torch.cuda.current_stream().cuda_stream if torch.cuda.is_current_stream_capturing() else None
 }

@@ -37,7 +37,7 @@ def _compile(rule: Any, statics: dict[str, Any], dtype: str, arch: int) -> dict[
         function = getattr(module, name)
         types = {name: {**numbers, **sizes}.get(name, "*i64") for name in function.arg_names}
         source = ASTSource(function, types, constexprs={}, attrs={})
-        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": lowering.WARPS})
+        kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=lowering.OPTIONS)
         result[function.__name__] = _assembled(kernel.asm["ptx"], arch)
     return result
 

@@ -18,6 +18,7 @@ import pytest
     [
         ("", ["torch==2.13.0", "triton==3.7.1", "numpy==2.4.6"], []),
         ("2.11.0", ["torch==2.11.0", "triton==3.6.0"], ["torch==2.13.0", "triton==3.7.1", "numpy==2.4.6"]),
+        ("2.99.0", ["torch==2.99.0"], ["torch==2.13.0", "triton==3.7.1", "triton==", "numpy==2.4.6"]),
     ],
 )
 def test_an_environment_has_the_torch_that_is_named(
@@ -34,12 +35,13 @@ def test_an_environment_has_the_torch_that_is_named(
 
     monkeypatch.setattr(environment, "ROOT", tmp_path)
     monkeypatch.setattr(environment, "_run_quietly", run_quietly)
+    monkeypatch.setattr(environment, "interpreters", lambda: {"3.12": "/a/python"})
     for _ in range(2):
         python = environment.python_with("full", torch)
     directory = python.parent.parent
     assert directory.name == (f".venv-full-{torch}" if torch else ".venv-full")
     made, install = commands.pop(0), commands.pop(0)
-    assert made == [sys.executable, "-m", "venv", str(directory)]
+    assert made == ["/a/python" if torch == "2.11.0" else sys.executable, "-m", "venv", str(directory)]
     constraints = Path(install[install.index("-c") + 1]).read_text().splitlines()
     assert {*pins, "pytest==9.2.0"} <= {*constraints}
     assert not {*absent} & {*constraints}
@@ -50,6 +52,46 @@ def test_an_environment_has_the_torch_that_is_named(
         file.write("late==1.0\n")
     environment.python_with("full", torch)
     assert any("-e" in command for command in commands)
+
+
+def _links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Let environments be made in a folder, of which nothing is there but the link to a Python; the commands for it."""
+    commands: list[list[str]] = []
+
+    def run_quietly(given: list[list[Any]], title: str, log: Path) -> None:
+        commands.append([*map(str, given[0])])
+        link = log.parent / "bin" / "python"
+        link.parent.mkdir(exist_ok=True)
+        link.unlink(missing_ok=True)
+        link.symlink_to(commands[-1][0])
+
+    (tmp_path / "tools").mkdir()
+    for name in ("pyproject.toml", "tools/constraints.txt"):
+        (tmp_path / name).write_text((environment.ROOT / name).read_text())
+    monkeypatch.setattr(environment, "ROOT", tmp_path)
+    monkeypatch.setattr(environment, "_run_quietly", run_quietly)
+    return commands
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links")
+def test_another_python_makes_an_environment_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = _links(tmp_path, monkeypatch)
+    for name in ("one", "other"):
+        (tmp_path / name).touch()
+        for _ in range(2):
+            environment.python_with("test", "2.11.0", str(tmp_path / name))
+    directory = str(tmp_path / ".venv-test-2.11.0")
+    assert commands == [
+        [str(tmp_path / "one"), "-m", "venv", directory],
+        [str(tmp_path / "other"), "-m", "venv", "--clear", directory],
+    ]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="links")
+def test_the_torch_of_the_constraints_has_no_other_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = _links(tmp_path, monkeypatch)
+    assert environment.python_with("test", "2.13.0", "/a/python") == environment.python_with("test")
+    assert [command[0] for command in commands] == [sys.executable]
 
 
 def _printing(text: str, status: int = 0) -> list[str]:

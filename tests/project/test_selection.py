@@ -94,3 +94,17 @@ def test_what_is_named_runs_whole(pytestconfig: pytest.Config) -> None:
     assert passed is not None
     assert int(passed[1]) > 10 * selection.MOST
     assert f"0 of {passed[1]} tests, " in done.stdout
+
+
+def test_what_is_named_with_a_seed_does_not() -> None:
+    items = [item for i in range(9) for item in _items(f"tests/trainers/a.py::test_{i}", first=9)]
+    assert len(selection.selected(items, 7, left_out=())) == 9 * selection.MOST
+    assert selection.selected(items, 7) == []
+
+
+def test_a_seed_holds_for_what_is_named_in_every_process(pytestconfig: pytest.Config) -> None:
+    command = [sys.executable, "-m", "pytest", "--numprocesses=1", "-q", "--selection=7", "tests/lowering/test_launches.py"]
+    done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
+    passed = re.search(r"(\d+) passed", done.stdout)
+    assert passed is not None
+    assert int(passed[1]) < 12

@@ -2,7 +2,7 @@
 
 Of a parametrized function the selected items take every value of every parameter once, as far as :data:`MOST` items can; the
 seed decides which values meet. Of the functions that take long, the seed draws as many as :data:`SECONDS` allow. A file or a
-test that is named runs whole.
+test that is named runs whole, unless ``--selection`` names the seed.
 """
 
 from __future__ import annotations
@@ -67,13 +67,22 @@ def slow() -> dict[str, float]:
         return {row["function"]: float(row["seconds"]) for row in csv.DictReader(file)}
 
 
-def selected(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
-    """Those of ``items`` that a run with ``seed`` takes, in their order."""
+def selected(
+    items: Iterable[pytest.Item], seed: int, seconds: float | None = None, left_out: tuple[str, ...] = FULL_ONLY
+) -> list[pytest.Item]:
+    """Those of ``items`` that a run with ``seed`` takes, in their order.
+
+    Args:
+        items: all tests.
+        seed: which ones.
+        seconds: what slow functions may take; :data:`SECONDS` if it is None.
+        left_out: how the names of those begin that it never takes.
+    """
     functions: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not item.nodeid.startswith(FULL_ONLY):
+        if not item.nodeid.startswith(left_out):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    drawn = _drawn(functions.keys() - WHOLE.keys() - OF_EACH_OPTIMIZER.keys(), random.Random(seed))
+    drawn = _drawn(functions.keys() - WHOLE.keys() - OF_EACH_OPTIMIZER.keys(), random.Random(seed), seconds)
     chosen = {id(item) for name in drawn for item in _covering(functions[name], random.Random(f"{seed} {name}"))}
     for name in (WHOLE.keys() | OF_EACH_OPTIMIZER.keys()) & functions.keys():
         chosen |= {id(item) for item in _named(name, functions[name], random.Random(f"{seed} {name}"))}
@@ -94,11 +103,11 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
     return [item for file in sorted(files, key=cost, reverse=True) for item in files[file]]
 
 
-def _drawn(functions: Iterable[str], order: random.Random) -> list[str]:
+def _drawn(functions: Iterable[str], order: random.Random, seconds: float | None) -> list[str]:
     """All of ``functions`` that are quick, and some of the slow ones."""
-    seconds, left, taken = slow(), SECONDS, []
+    costs, left, taken = slow(), SECONDS if seconds is None else seconds, []
     for name in order.sample(names := sorted(functions), len(names)):
-        if (cost := seconds.get(name, 0.0)) <= left:
+        if (cost := costs.get(name, 0.0)) <= left:
             left -= cost
             taken.append(name)
     return taken
