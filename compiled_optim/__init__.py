@@ -6,6 +6,7 @@ The parts are floors of a house: a module imports only from its own floor and fr
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
+    step_file.py         a training step as a file, which other processes load and run without a compiler
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and its rule, functions that define the update
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
