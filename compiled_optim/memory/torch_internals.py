@@ -10,6 +10,7 @@ import os
 import re
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar, cast
@@ -302,7 +303,9 @@ def compile_to_file(path: str | os.PathLike[str], graph: Any, example: Sequence[
     from torch._inductor import aot_compile
     from torch.export.pt2_archive._package import package_pt2
 
-    files: Any = aot_compile(graph, tuple(example), options={"aot_inductor.package": True})
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies its descriptions of arguments, which warn
+        files: Any = aot_compile(graph, tuple(example), options={"aot_inductor.package": True})
     with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(path))) as folder:
         package = package_pt2(os.path.join(folder, "code.pt2"), aoti_files=files, extra_files=texts)
         os.replace(str(package), path)
