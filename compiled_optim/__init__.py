@@ -42,6 +42,7 @@ from compiled_optim.state_dicts import (
     optimi_state_dict,
 )
 from compiled_optim.step.numerics import NumericsReport
+from compiled_optim.step_file import load_step, save_step
 
 if TYPE_CHECKING:
     from compiled_optim.optimizers import mup
@@ -110,6 +111,7 @@ __all__ = [
     "full_precision_state_dict",
     "load_full_precision_state_dict",
     "load_named_state_dict",
+    "load_step",
     "memory_report",
     "mup",
     "named_state_dict",
@@ -118,6 +120,7 @@ __all__ = [
     "param_groups",
     "prepare_for_gradient_release",
     "remove_gradient_release",
+    "save_step",
     "to_low_precision",
 ]
 

@@ -79,9 +79,13 @@ def save_step(
         return [loss.detach()]
 
     flat = [*tensors, *buffers.values(), *leaves]
-    graph = make_fx(train, {torch.ops.aten._foreach_norm.Scalar: _norms}, tracing_mode="fake")(*flat)
-    if any(isinstance(getattr(graph, str(node.target), None), Tensor) for node in graph.graph.find_nodes(op="get_attr")):
-        raise RuntimeError("loss_of or the model uses a tensor that is no parameter, buffer or input; hand it over as one")
+    try:
+        graph = make_fx(train, {torch.ops.aten._foreach_norm.Scalar: _norms}, tracing_mode="fake")(*flat)
+    except AssertionError as error:
+        if "convert all Tensors" not in str(error):
+            raise
+        reason = "loss_of or the model uses a tensor that is no parameter, buffer or input; hand it over as one"
+        raise RuntimeError(reason) from error
     compile_to_file(path, graph, flat, {_DESCRIPTION: json.dumps(description, indent=1)})
     return load_step(path, model, optimizer)
 

@@ -91,7 +91,8 @@ class StepModule(nn.Module):
         found = "its parameters are DTensors" if any(map(is_sharded, engine.params)) else found
         kind, self._name = engine.kind.__name__, engine.name
         if isinstance(found, str):
-            advice = "; make it with lowering='inductor'" if "lowered" in found else ""
+            can_choose = "lowered" in found and engine.lowering != "inductor" and not engine.takes_sparse
+            advice = "; make it with lowering='inductor'" if can_choose else ""
             raise RuntimeError(f"a step of {kind} cannot be a module: {found}{advice}")
         if self._inlined is not None and self._inlined is not found:
             changed = differences(self.description, self._described(found))
@@ -113,7 +114,8 @@ class StepModule(nn.Module):
         engine = self._engine
         buffers = {name: form(tensor) for name, tensor in itertools.chain(*self._live(inlined))}
         params = {f"parameter {name}": form(param) for name, param in named_parameters(engine.distinct_groups)}
-        return {"optimizer": engine.kind.__name__, "parameters": " ".join(params), **params, **inlined.choices(), **buffers}
+        order = {"order": ", ".join(params)}
+        return {"optimizer": engine.kind.__name__, **params, **inlined.choices(), **buffers, **order}
 
 
 def form(tensor: Tensor) -> str:
@@ -124,5 +126,6 @@ def form(tensor: Tensor) -> str:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What ``now`` says otherwise than ``before``."""
-    both = {name: (before.get(name, "absent"), now.get(name, "absent")) for name in {**before, **now}}
-    return [f"{name} was {old} and is {new}" for name, (old, new) in both.items() if old != new]
+    names = sorted({**before, **now}, key=lambda name: name in before and name in now)  # what came or went first
+    both = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
+    return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]
