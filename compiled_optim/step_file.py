@@ -79,13 +79,18 @@ def save_step(
         return [loss.detach()]
 
     flat = [*tensors, *buffers.values(), *leaves]
+    graph, error = None, None
     try:
         graph = make_fx(train, {torch.ops.aten._foreach_norm.Scalar: _norms}, tracing_mode="fake")(*flat)
-    except AssertionError as error:
-        if "convert all Tensors" not in str(error):
+    except AssertionError as raised:
+        if "convert all Tensors" not in str(raised):
             raise
-        reason = "loss_of or the model uses a tensor that is no parameter, buffer or input; hand it over as one"
-        raise RuntimeError(reason) from error
+        error = raised
+    if graph is None or len(graph.graph.find_nodes(op="get_attr")):
+        raise RuntimeError(
+            "loss_of or the model uses a tensor that is no parameter, buffer or input: hand it over as one, or write "
+            "torch.full in place of torch.tensor"
+        ) from error
     compile_to_file(path, graph, flat, {_DESCRIPTION: json.dumps(description, indent=1)})
     return load_step(path, model, optimizer)
 
@@ -118,6 +123,7 @@ class TrainingStep:
     """A training step that was loaded from a file; see :func:`load_step`."""
 
     _code: Callable[[list[Tensor]], list[Tensor]]
+    _seen: Any = None  # what was compared last
 
     def __init__(self, saved: Mapping[str, str], model: nn.Module, optimizer: CompiledOptimizer) -> None:
         self._saved, self._model, self._optimizer = saved, model, optimizer
@@ -146,7 +152,7 @@ class TrainingStep:
 
     def _begin(self) -> None:
         self._step = self._optimizer.as_module()
-        self._seen: Any = None  # what was compared last
+        self._seen = None
         self._compare(None)
 
     def _compare(self, inputs: Sequence[Any] | None) -> None:

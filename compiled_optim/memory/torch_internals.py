@@ -313,5 +313,5 @@ def compile_to_file(path: str | os.PathLike[str], graph: Any, example: Sequence[
 
 def load_compiled_file(path: str | os.PathLike[str]) -> Callable[[list[Tensor]], list[Tensor]]:
     """The function in a file of :func:`compile_to_file`. ``torch._inductor.aoti_load_package`` asks the compiler first."""
-    code = torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), "model", False, 1, -1)  # type: ignore[attr-defined]
+    code = torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), "model", False, 1, -1)
     return cast("Callable[[list[Tensor]], list[Tensor]]", code.run)

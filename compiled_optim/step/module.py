@@ -58,7 +58,7 @@ class StepModule(nn.Module):
         """Update ``params``, which stand for :attr:`params`, by ``grads``; those without a gradient stay as they are."""
         _check_unchanged(self._key)
         if not len(params) == len(grads) == len(self.names):
-            raise ValueError(f"the step takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
+            raise ValueError(f"it takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
         if torch.compiler.is_dynamo_compiling():
             let_trace()
         there = [i for i, grad in enumerate(grads) if grad is not None]
@@ -105,7 +105,7 @@ class StepModule(nn.Module):
         step = self._engine.step
         assert step is not None
         rows = [list(zip(inlined.names, inlined.tensors, strict=True))]
-        rows.append(list(zip(NAMES, inlined.clipping, strict=True)) if inlined.clips else [])
+        rows.append([(f"clipping/{n}", t) for n, t in zip(NAMES, inlined.clipping, strict=True)] if inlined.clips else [])
         for group, hyper in inlined.hypers:
             rows.append([(f"{hyper}/{group}/{i}", vector) for i, vector in enumerate(step.vectors[group][hyper])])
         return [[(name.replace(".", "-"), tensor) for name, tensor in row] for row in rows]
@@ -126,6 +126,7 @@ def form(tensor: Tensor) -> str:
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """What ``now`` says otherwise than ``before``."""
-    names = sorted({**before, **now}, key=lambda name: name in before and name in now)  # what came or went first
+    # Buffers, which follow from the rest, are last, and in each half what came or went is first.
+    names = sorted({**before, **now}, key=lambda name: ("/" in name, name in before and name in now))
     both = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
     return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]

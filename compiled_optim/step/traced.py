@@ -91,7 +91,7 @@ def run_inlined(
     grads: list[Tensor],
     positions: list[int],
     tensors: list[Tensor],
-    hypers: list[tuple[Tensor, ...]],
+    hypers: Sequence[Sequence[Tensor]],
     clipping: list[Tensor],
     optimizer: str,
 ) -> None:

@@ -223,7 +223,7 @@ def test_a_module_is_a_step() -> None:
     for i in range(3):
         grads = [torch.full_like(p, i + 1.0) for p in step.params]
         optimizer.param_groups[0]["lr"] = twin.param_groups[0]["lr"] = 0.1 / (1 + i)
-        step(step.params, grads[:3] + [None])
+        step(step.params, [*grads[:3], None])
         for p, grad in zip(theirs.parameters(), grads[:3], strict=False):
             p.grad = grad
         twin.step()
@@ -236,12 +236,12 @@ def test_a_module_is_a_step() -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "momentum begins": (lambda o: o.param_groups[0].update(momentum=0.9), "momentum_buffer/weight was absent and is float64"),
+    "momentum begins": (lambda o: o.param_groups[0].update(momentum=0.9), "momentum_buffer/weight was absent"),
     "state is rebound": (
         lambda o: o.state[o.param_groups[0]["params"][0]].update(step=torch.tensor(3.0, dtype=torch.float64)),
         "groups or state were replaced by others of the same form",
     ),
-    "a group comes": (lambda o: o.add_param_group({"params": [("b", nn.Parameter(torch.ones(2)))]}), "parameter b was absent"),
+    "a group comes": (lambda o: o.add_param_group({"params": [("b", nn.Parameter(torch.ones(2)))]}), "parameter b was"),
     "clipping begins": (lambda o: setattr(o, "max_grad_norm", 1.0), "clipping was off and is on"),
     "a schedule begins": (lambda o: o.schedule(lr=lambda step: 1 / step), r"schedules was \[\] and is \[\(0, 'lr'\)\]"),
     "it is watched": (lambda o: o.watch_health(), "its health is watched"),
@@ -264,17 +264,21 @@ def test_a_module_of_an_optimizer_that_changed_refuses(change: str) -> None:
 def test_what_cannot_be_in_a_file(tmp_path: Path) -> None:
     model = nn.Linear(4, 1)
     optimizer = co.AdamW(model.named_parameters(), lowering="inductor")
-    with pytest.raises(RuntimeError, match="uses a tensor that is no parameter, buffer or input"):
-        co.save_step(tmp_path / "file", lambda model, x: (model(x) * X[0, 0]).sum(), model, optimizer, X)
+    for loss in (lambda model, x: (model(x) * X[0, 0]).sum(), lambda model, x: model(x).sum() * torch.tensor(2.0)):
+        with pytest.raises(RuntimeError, match="uses a tensor that is no parameter, buffer or input"):
+            co.save_step(tmp_path / "file", loss, model, optimizer, X)
     with pytest.raises(ValueError, match="parameters that are none of the model: weight, bias"):
         co.save_step(tmp_path / "file", loss_of, nn.Linear(4, 1), optimizer, X)
     assert [*tmp_path.iterdir()] == []
 
 
+def _loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
+    hidden = nn.functional.gelu(nn.functional.linear(x, params["0.weight"], params["0.bias"]))
+    return (nn.functional.linear(hidden, params["2.weight"], params["2.bias"]) - y).square().mean()
+
+
 def _train_step(params: dict[str, Tensor], step: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    skeleton = nn.Sequential(nn.Linear(4, 8, device="meta"), nn.GELU(), nn.Linear(8, 1, device="meta"))
-    loss = (torch.func.functional_call(skeleton, params, (x,)) - y).square().mean()
-    own = [params[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
+    loss, own = _loss(params, x, y), [params[name] for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
     step(own, list(torch.autograd.grad(loss, own)))
     return loss.detach()
 
@@ -294,18 +298,13 @@ def _check_precompiled(train: Callable[..., Tensor]) -> None:
         optimizer.param_groups[0]["lr"] = twin.param_groups[0]["lr"] = 0.05 / (1 + i)
         step.check()
         train(ours, step, *inputs)
-        loss = (torch.func.functional_call(_skeleton(), theirs, inputs[:1]) - inputs[1]).square().mean()
-        grads = torch.autograd.grad(loss, [*theirs.values()])
+        grads = torch.autograd.grad(_loss(theirs, *inputs), [*theirs.values()])
         for p, grad in zip(theirs.values(), grads, strict=True):
             p.grad = grad
         twin.step()
     for name, p in ours.items():
         torch.testing.assert_close(p, theirs[name], rtol=1e-4, atol=1e-6)
     assert all(state["step"] == 4 for state in optimizer.state.values())
-
-
-def _skeleton() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8, device="meta"), nn.GELU(), nn.Linear(8, 1, device="meta"))
 
 
 def test_aot_compile_takes_the_module(tmp_path: Path) -> None:
@@ -319,7 +318,7 @@ def test_aot_compile_takes_the_module(tmp_path: Path) -> None:
         _check_precompiled(torch.compiler.load_compiled_function(file))
 
 
-@pytest.mark.skipif(not hasattr(torch.compiler, "precompile"), reason="torch.compiler.precompile is there from torch 2.14 on")
+@pytest.mark.skipif(not hasattr(torch.compiler, "precompile"), reason="precompile is in torch from 2.14 on")
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_precompile_takes_the_module(tmp_path: Path, backend: str) -> None:
     params, optimizer = _side()

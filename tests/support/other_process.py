@@ -44,7 +44,7 @@ def scheduler_of(optimizer: Any) -> Any:
 
 
 def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return (model(batch["x"]) - batch["y"]).square().mean() * torch.tensor(2.0)
+    return (model(batch["x"]) - batch["y"]).square().mean()
 
 
 def batch_of(step: int) -> dict[str, Tensor]:
