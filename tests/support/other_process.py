@@ -20,13 +20,13 @@ class Model(nn.Module):
     def __init__(self, width: int = 8, seed: int = 5) -> None:
         torch.manual_seed(seed)
         super().__init__()
-        self.first, self.norm, self.drop = nn.Linear(4, width), nn.BatchNorm1d(width), nn.Dropout(0.1)
+        self.first, self.norm = nn.Linear(4, width), nn.BatchNorm1d(width)
         self.last = nn.Linear(width, 512).bfloat16()
         self.unused = nn.Parameter(torch.ones(3))
         self.frozen = nn.Parameter(torch.ones(width), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last((self.drop(self.norm(self.first(x))) * self.frozen).bfloat16()).float().mean(1, keepdim=True)
+        return self.last((self.norm(self.first(x)) * self.frozen).bfloat16()).float().mean(1, keepdim=True)
 
 
 def optimizer_of(model: nn.Module, kind: Any = co.AdamW, **options: Any) -> Any:
@@ -48,8 +48,8 @@ def loss_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def batch_of(step: int) -> dict[str, Tensor]:
-    x = torch.full((6, 4), float("inf")) if step == 30 else X * (1 + step % 5)
-    return {"x": x, "y": X.sum(1, keepdim=True)}
+    """One of them has no finite loss."""
+    return {"x": X * (1 + step % 5), "y": X.sum(1, keepdim=True) * (float("inf") if step == 30 else 1)}
 
 
 def go_on(train: Callable[..., Tensor], optimizer: Any, scheduler: Any, steps: range) -> None:
