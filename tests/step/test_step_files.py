@@ -74,8 +74,9 @@ def test_it_does_what_an_eager_step_does(kept: Path) -> None:
         theirs.step()
         theirs.zero_grad()
         torch.testing.assert_close(loss, twin.detach(), rtol=1e-4, atol=1e-5)
-    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        if name != "first.bias":  # which BatchNorm takes away again: rounding alone moves it
+            torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
         assert p.grad is None
     torch.testing.assert_close(ours.grad_norm, theirs.grad_norm, rtol=1e-2, atol=0)
     assert models[0].norm.num_batches_tracked == 4
