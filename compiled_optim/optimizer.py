@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -44,6 +44,9 @@ from compiled_optim.step.health import HealthReport, report
 from compiled_optim.step.numerics import NumericsReport, check_numerics
 from compiled_optim.step.rule_step import RuleStep
 from compiled_optim.step.step import Step
+
+if TYPE_CHECKING:
+    from compiled_optim.step.module import StepModule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -357,6 +360,20 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         with self._engine.lock:
             return check_numerics(self._engine)
+
+    def as_module(self) -> StepModule:
+        """The step as a module, for training steps that are compiled into a file. An experiment; see ``co.save_step``.
+
+        Its buffers are the optimizer's live tensors: state, step counts, hyperparameters and constants. They are named by
+        parameter or group, such as ``exp_avg/0-weight`` and ``lr/0/0``. ``forward(params, grads)`` is the step, for code
+        that compilers make; both are lists in the order of the module's ``names``.
+
+        Raises:
+            RuntimeError: steps cannot be inlined, or ``lowering`` is not ``"inductor"``.
+        """
+        from compiled_optim.step.module import StepModule
+
+        return StepModule(self._engine)
 
     def watch_health(self, on: bool = True) -> None:
         """Let further steps note what they do to a few elements of each parameter, for :meth:`health`; or no longer.

@@ -446,9 +446,18 @@ class Engine:
 
     def inline(self, present: Sequence[int]) -> bool:
         """Make the step current, and :attr:`inlined` of it, for gradients at ``present``. Whether code can hold that."""
+        return not isinstance(self.inline_or_say_why(present), str)
+
+    def inline_or_say_why(self, present: Sequence[int]) -> InlinedStep | str:
+        """Do as :meth:`inline`; return :attr:`inlined`, or why code cannot hold that."""
         with self.lock:
-            if self.release is not None or self.launcher is not None or self.accumulated.was_on:
-                return False
+            apart = {
+                "gradients are released in backward": self.release is not None,
+                "another launcher runs it": self.launcher is not None,
+                "it accumulates gradients in the state": self.accumulated.was_on,
+            }
+            if why := next((reason for reason, holds in apart.items() if holds), ""):
+                return why
             step, there = self.current(), {*present}
             given = [p if i in there else None for i, p in enumerate(step.params)]  # for gradients, which are fake
             if step.wakes(given) or not step.describes([None] * len(given)):  # or a parameter or its state moved
@@ -456,11 +465,11 @@ class Engine:
             self.clipping.take(self.clip_args)
             inlined = step.inlined()
             if isinstance(inlined, str):
-                return False
+                return inlined
             self.mark_stepped()
             self._guard()
             self.inlined = inlined
-            return True
+            return inlined
 
     def _guard(self) -> None:
         """Note that compiled code may hold the step, which then asks nobody before it runs."""

@@ -29,7 +29,8 @@ def ask(key: str, method: str, *args: Any) -> bool | None:
 
 
 @called_while_tracing
-def _let_trace() -> None:
+def let_trace() -> None:
+    """Let compilers call :func:`run_inlined`."""
     let_compilers_trace(run_inlined)
 
 
@@ -45,7 +46,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     calls the step, with tensors that are other ones each time.
     """
     mend_tracing()
-    _let_trace()
+    let_trace()
     ask(engine.key, "current")
     # Dynamo refuses to read sparse gradients; no step with such is inlined.
     is_sparse = engine.takes_sparse  # read of groups, this would depend on their entries
@@ -90,7 +91,7 @@ def run_inlined(
     grads: list[Tensor],
     positions: list[int],
     tensors: list[Tensor],
-    hypers: list[tuple[Tensor, ...]],
+    hypers: Sequence[Sequence[Tensor]],
     clipping: list[Tensor],
     optimizer: str,
 ) -> None:

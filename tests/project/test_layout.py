@@ -34,7 +34,7 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer", "model"},
-    {"optimizers", "release", "report", "state_dicts"},
+    {"optimizers", "release", "report", "state_dicts", "step_file"},
     {"capture", "explain", "simulated"},
     {"switch"},
     {"convert"},

@@ -23,6 +23,7 @@ SET = "what torch's GradScaler sets and deletes"
 DECLARED = "what the body of a class declares, for whoever writes an optimizer"
 
 BEYOND_TORCH = {
+    "as_module": "what compilers of files take",
     "check_numerics": READ,
     "found_inf": SET,
     "grad_norm": READ,

@@ -358,6 +358,7 @@ class InlinedStep:
 
     Attributes:
         tensors: those that it reads and writes besides parameters, gradients, hyperparameters and clipping.
+        names: of these, such as ``exp_avg/0.weight``; of what belongs to several parameters, with the number of a plan.
         hypers: which hyperparameters it reads or writes: the indices of their groups, and their names.
         clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
             gradient scaler are neutral, since each step that one calls has tensors of its own.
@@ -379,14 +380,26 @@ class InlinedStep:
         self._hypers = [[(i, h.name) for i in sorted({m.group for m in p.members}) for h in p.hypers] for p in plans]
         self.hypers = list(dict.fromkeys([*itertools.chain(*self._hypers), *schedules.scheduled]))
         self.clipping = [t.view(1) for t in clipping.tensors(plans[0].device, CHOSEN)]
-        self.tensors = [clipping.outcome(plans[0].device)]
-        for plan, lowering in zip(plans, lowerings, strict=True):
-            self.tensors += [plan.scalars, lowering.constants, lowering.group_index]
-            self.tensors += [member.entries[name] for name in plan.buffers for member in plan.members]
+        named = [("outcome", clipping.outcome(plans[0].device))]
+        for k, (plan, lowering) in enumerate(zip(plans, lowerings, strict=True)):
+            about = {"scalars": plan.scalars, "constants": lowering.constants, "groups": lowering.group_index}
+            named += [(f"{what}/{k}", tensor) for what, tensor in about.items()]
+            named += [(f"{name}/{member.name}", member.entries[name]) for name in plan.buffers for member in plan.members]
+        self.names, self.tensors = [name for name, _ in named], [tensor for _, tensor in named]
 
     def follows(self, clipping: Clipping) -> bool:
         """Whether what was assigned is in the tensors that were assigned when this was made."""
         return all(map(is_, clipping.chosen, self._chosen))
+
+    def choices(self) -> dict[str, str]:
+        """By name, what shapes the operations and is in none of the tensors' shapes and dtypes."""
+        chosen = {"clipping": "on" if self.clips else "off", "schedules": str(self._schedules.scheduled)}
+        for plan, neutral in zip(self._plans, self._neutral, strict=True):
+            for member, maximizes in zip(plan.members, plan.maximizes, strict=True):
+                where = f"param_groups[{member.group}], maximize={maximizes}"
+                rule = f"{plan.rule.name} with {plan.statics} in {where}, unscaled {neutral}"
+                chosen[f"rule of {member.name}"] = rule
+        return chosen
 
     def run(
         self,

@@ -1,0 +1,132 @@
+"""The step of an optimizer as a module, for training steps that are compiled into a file.
+
+Whatever the step reads and writes besides parameters and gradients is a buffer, under a name that says what it is. So code
+that another process compiled finds the tensors of the optimizer that is there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from compiled_optim.groups.parameters import first_three, named_parameters
+from compiled_optim.lowering.torch_ops.inductor import InlinedStep
+from compiled_optim.memory.layout import is_sharded
+from compiled_optim.memory.torch_internals import called_while_tracing
+from compiled_optim.plan.clipping import NAMES
+from compiled_optim.step.engine import Engine
+from compiled_optim.step.traced import let_trace, run_inlined
+
+_keys = itertools.count()
+_modules: WeakValueDictionary[str, StepModule] = WeakValueDictionary()
+
+
+@called_while_tracing
+def _check_unchanged(key: str) -> None:
+    _modules[key].present()
+
+
+class StepModule(nn.Module):
+    """The step of an optimizer, as operations; what :meth:`CompiledOptimizer.as_module` returns.
+
+    Attributes:
+        params: the optimizer's parameters.
+        names: theirs, in the same order.
+        description: by name, all that code depends on which holds the step.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine, self._key = engine, str(next(_keys))
+        _modules[self._key] = self
+        self._inlined: InlinedStep | None = None
+        self._inlined = self.present()
+        self.params = engine.params
+        self.names = [name for name, _ in named_parameters(engine.distinct_groups)]
+        live = self._live(self._inlined)
+        self._rows = [[name for name, _ in row] for row in live]
+        for name, tensor in itertools.chain(*live):
+            self.register_buffer(name, tensor, persistent=False)
+        self.description = self._described(self._inlined)
+
+    def forward(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+        """Update ``params``, which stand for :attr:`params`, by ``grads``; those without a gradient stay as they are."""
+        _check_unchanged(self._key)
+        if not len(params) == len(grads) == len(self.names):
+            raise ValueError(f"it takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
+        if torch.compiler.is_dynamo_compiling():
+            let_trace()
+        there = [i for i, grad in enumerate(grads) if grad is not None]
+        given = [grad for grad in grads if grad is not None]
+        tensors, clipping, *hypers = [[getattr(self, name) for name in row] for row in self._rows]
+        with torch.no_grad():
+            run_inlined([*params], given, there, tensors, hypers, clipping, self._name)
+
+    def check(self) -> None:
+        """Let the buffers be what the optimizer's next step would use, and its numbers be in range.
+
+        Call it before code that was compiled with the module. Code of ``torch.compiler.precompile`` does so by itself.
+
+        Raises:
+            RuntimeError: groups, state or clipping changed so that this code is of another step. The message says how.
+            ValueError: a number that was assigned is out of range.
+        """
+        self._buffers.update(itertools.chain(*self._live(self.present())))
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """As :meth:`torch.nn.Module.named_buffers`, after :meth:`check`."""
+        self.check()
+        yield from super().named_buffers(*args, **kwargs)
+
+    def present(self) -> InlinedStep:
+        """The operations of the optimizer's next step; ``RuntimeError`` where it has none, or others than the module."""
+        engine = self._engine
+        where = [i for i, param in enumerate(engine.current().params) if param.requires_grad]
+        found = engine.inline_or_say_why(where)
+        found = "its parameters are DTensors" if any(map(is_sharded, engine.params)) else found
+        kind, self._name = engine.kind.__name__, engine.name
+        if isinstance(found, str):
+            can_choose = "lowered" in found and engine.lowering != "inductor" and not engine.takes_sparse
+            advice = "; make it with lowering='inductor'" if can_choose else ""
+            raise RuntimeError(f"a step of {kind} cannot be a module: {found}{advice}")
+        if self._inlined is not None and self._inlined is not found:
+            changed = differences(self.description, self._described(found))
+            what = first_three(changed) or "groups or state were replaced by others of the same form"
+            raise RuntimeError(f"{kind} changed after as_module(), which must be called again: {what}")
+        return found
+
+    def _live(self, inlined: InlinedStep) -> list[list[tuple[str, Tensor]]]:
+        """What a step reads and writes, by name: state and constants, then clipping, and each hyperparameter."""
+        step = self._engine.step
+        assert step is not None
+        rows = [list(zip(inlined.names, inlined.tensors, strict=True))]
+        rows.append([(f"clipping/{n}", t) for n, t in zip(NAMES, inlined.clipping, strict=True)] if inlined.clips else [])
+        for group, hyper in inlined.hypers:
+            rows.append([(f"{hyper}/{group}/{i}", vector) for i, vector in enumerate(step.vectors[group][hyper])])
+        return [[(name.replace(".", "-"), tensor) for name, tensor in row] for row in rows]
+
+    def _described(self, inlined: InlinedStep) -> dict[str, str]:
+        engine = self._engine
+        buffers = {name: form(tensor) for name, tensor in itertools.chain(*self._live(inlined))}
+        params = {f"parameter {name}": form(param) for name, param in named_parameters(engine.distinct_groups)}
+        order = {"order": ", ".join(params)}
+        return {"optimizer": engine.kind.__name__, **params, **inlined.choices(), **buffers, **order}
+
+
+def form(tensor: Tensor) -> str:
+    """What code depends on that takes ``tensor``."""
+    kind = str(tensor.dtype).removeprefix("torch.")
+    return f"{kind} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
+
+
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """What ``now`` says otherwise than ``before``."""
+    # Buffers, which follow from the rest, are last, and in each half what came or went is first.
+    names = sorted({**before, **now}, key=lambda name: ("/" in name, name in before and name in now))
+    both = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
+    return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]

@@ -1,0 +1,206 @@
+"""A training step as a file: loss, gradients, clipping and the optimizer's step, as machine code that any process can load.
+
+The code has no Python in it and knows no optimizer: all tensors are arguments. So it is written beside the code what it was
+made for, and compared with what it is called with.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import platform
+import re
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from compiled_optim.groups.parameters import first_three
+from compiled_optim.memory.torch_internals import compile_to_file, load_compiled_file
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.step.module import StepModule, differences, form
+
+_DESCRIPTION = "compiled_optim.json"
+
+
+def save_step(
+    path: str | os.PathLike[str],
+    loss_of: Callable[..., Tensor],
+    model: nn.Module,
+    optimizer: CompiledOptimizer,
+    *inputs: Any,
+) -> TrainingStep:
+    """Compile a training step of ``model`` and ``optimizer`` into a file, for :func:`load_step`. An experiment.
+
+    Nothing is updated. The step computes ``loss_of(model, *inputs)``, its gradients, and the step of ``optimizer``, which
+    needs ``lowering="inductor"``. It does not use ``.grad``, and runs no hooks of the optimizer.
+
+    Args:
+        path: of the file. It holds machine code, for this version of torch and this processor.
+        loss_of: returns the loss. Its Python, and the model's, run now and never again.
+        model: its buffers may be changed in place.
+        optimizer: of some or all of the model's parameters.
+        *inputs: examples of what the step takes: tensors, or dicts, lists and tuples of them. Later ones have their shapes.
+
+    Returns:
+        The step, as :func:`load_step` does.
+
+    Raises:
+        RuntimeError: steps of ``optimizer`` cannot be inlined, or ``loss_of`` reads a tensor that is not handed to it.
+        TypeError, ValueError: an input is no tensor, or a parameter of ``optimizer`` is none of ``model``.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, step = getattr(model, "_orig_mod", model), optimizer.as_module()
+    evaluated, tensors, buffers = _Loss(loss_of, model), _tensors(model), dict(step.named_buffers())
+    leaves, spec = pytree.tree_flatten(inputs)
+    description = _description(model, step, inputs)
+    places = {id(tensor): place for place, tensor in enumerate(tensors)}
+    if strange := [name for name, param in zip(step.names, step.params, strict=True) if id(param) not in places]:
+        raise ValueError(f"the optimizer has parameters that are none of the model: {first_three(strange)}")
+    own = [places[id(param)] for param in step.params]
+    moving = [place for place in own if tensors[place].requires_grad]
+
+    def train(*flat: Tensor) -> list[Tensor]:
+        rest = iter(flat)
+        given, state = ([*itertools.islice(rest, len(part))] for part in (tensors, buffers))
+        seen = [t.detach().requires_grad_(i in moving) for i, t in enumerate(given)]
+        named = {name: seen[places[id(tensor)]] for name, tensor in _named(evaluated)}
+        loss = torch.func.functional_call(evaluated, named, tuple(pytree.tree_unflatten([*rest], spec)))
+        found = torch.autograd.grad(loss, [seen[i] for i in moving], allow_unused=True)
+        grads = dict(zip(moving, found, strict=True))
+        update = [given[i] for i in own], [grads.get(i) for i in own]
+        torch.func.functional_call(step, dict(zip(buffers, state, strict=True)), update)
+        return [loss.detach()]
+
+    flat = [*tensors, *buffers.values(), *leaves]
+    graph, error = None, None
+    try:
+        graph = make_fx(train, {torch.ops.aten._foreach_norm.Scalar: _norms}, tracing_mode="fake")(*flat)
+    except AssertionError as raised:
+        if "convert all Tensors" not in str(raised):
+            raise
+        error = raised
+    if graph is None or len(graph.graph.find_nodes(op="get_attr")):
+        raise RuntimeError(
+            "loss_of or the model uses a tensor that is no parameter, buffer or input: hand it over as one, or write "
+            "torch.full in place of torch.tensor"
+        ) from error
+    compile_to_file(path, graph, flat, {_DESCRIPTION: json.dumps(description, indent=1)})
+    return load_step(path, model, optimizer)
+
+
+def load_step(path: str | os.PathLike[str], model: nn.Module, optimizer: CompiledOptimizer) -> TrainingStep:
+    """Load what :func:`save_step` wrote, for a model and an optimizer of the same kind. Nothing is traced or compiled.
+
+    Load only files that you trust: they hold machine code.
+
+    Returns:
+        A function of the inputs, which returns the loss. It reads and writes the tensors of ``model`` and ``optimizer`` as
+        they are when it is called: load checkpoints, write numbers to groups, use schedulers at any time.
+
+    Raises:
+        ValueError: the file is of another model, optimizer, version of torch or processor, or none of :func:`save_step`.
+            The message names what differs. The function raises it too, where something changed since.
+        RuntimeError: steps of ``optimizer`` cannot be inlined.
+    """
+    saved: dict[str, str] | None = None
+    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as file:
+        saved = next((json.loads(file.read(name)) for name in file.namelist() if name.endswith(_DESCRIPTION)), None)
+    if saved is None:
+        raise ValueError(f"{os.fspath(path)} is no file of save_step")
+    step = TrainingStep(saved, getattr(model, "_orig_mod", model), optimizer)
+    step._code = load_compiled_file(path)
+    return step
+
+
+class TrainingStep:
+    """A training step that was loaded from a file; see :func:`load_step`."""
+
+    _code: Callable[[list[Tensor]], list[Tensor]]
+    _seen: Any = None  # what was compared last
+
+    def __init__(self, saved: Mapping[str, str], model: nn.Module, optimizer: CompiledOptimizer) -> None:
+        self._saved, self._model, self._optimizer = saved, model, optimizer
+        self._begin()
+
+    def __call__(self, *inputs: Any) -> Tensor:
+        """Take a step; returns the loss."""
+        engine, leaves = engine_of(self._optimizer), pytree.tree_leaves(inputs)
+        with engine.lock, torch.no_grad():
+            try:
+                self._step.check()
+            except RuntimeError:
+                self._begin()  # others of the same form will do
+            written = [*_tensors(self._model), *self._step.buffers()]
+            flat = [*written, *leaves]
+            kinds = [(t.dtype, t.shape, t.stride(), t.device) if isinstance(t, Tensor) else t for t in flat]
+            seen = kinds, [module.training for module in self._model.modules()]
+            if seen != self._seen:
+                self._compare(inputs)
+                self._seen = seen
+            loss = self._code(flat)[0]
+            torch.autograd.graph.increment_version(written)
+            engine.runs += 1
+            engine.steps += 1
+        return loss
+
+    def _begin(self) -> None:
+        self._step = self._optimizer.as_module()
+        self._seen = None
+        self._compare(None)
+
+    def _compare(self, inputs: Sequence[Any] | None) -> None:
+        now = _description(self._model, self._step, inputs)
+        left = {name: text for name, text in self._saved.items() if inputs is not None or not name.startswith("input")}
+        if found := differences(left, now):
+            raise ValueError(f"the file holds a step of something else: {first_three(found)}")
+
+
+def _norms(tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """What machine code would otherwise call by way of Python's table of operators."""
+    return [torch.linalg.vector_norm(tensor, order, dtype=dtype) for tensor in tensors]
+
+
+class _Loss(nn.Module):
+    """A loss as a module, whose tensors can be replaced in a call."""
+
+    def __init__(self, loss_of: Callable[..., Tensor], model: nn.Module) -> None:
+        super().__init__()
+        self.model, self._loss_of = model, loss_of
+
+    def forward(self, *inputs: Any) -> Tensor:
+        return self._loss_of(self.model, *inputs)
+
+
+def _named(model: nn.Module) -> Iterable[tuple[str, Tensor]]:
+    return itertools.chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    return list({id(tensor): tensor for _, tensor in _named(model)}.values())
+
+
+def _description(model: nn.Module, step: StepModule, inputs: Sequence[Any] | None) -> dict[str, str]:
+    """By name, all that the code depends on."""
+    processors = {str(t.device): torch.cuda.get_device_name(t.device) for t in _tensors(model) if t.is_cuda}
+    able = " ".join(sorted(name for name, has in torch.cpu.get_capabilities().items() if has is True))
+    found = {"torch": torch.__version__, "processor": f"{platform.machine()} {able}", **processors, **step.description}
+    for name, module in model.named_modules():
+        text = f"{type(module).__qualname__}({module.extra_repr()}), training={module.training}"
+        found[f"module '{name}'"] = re.sub(r" at 0x\w+", "", text)
+    firsts: dict[int, str] = {}
+    for name, tensor in _named(model):
+        is_tied = f", tied to {first}" if (first := firsts.setdefault(id(tensor), name)) != name else ""
+        found[f"tensor '{name}'"] = f"{form(tensor)}, requires_grad={tensor.requires_grad}{is_tied}"
+    for place, given in enumerate(inputs or ()):
+        leaves, spec = pytree.tree_flatten(given)
+        if strange := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:
+            raise TypeError(f"input {place} of a step must hold tensors, got {type(strange[0]).__name__}")
+        found[f"input {place}"] = " ".join(f"{'; '.join(map(form, leaves))} in {spec}".split())
+    return found
