@@ -100,16 +100,20 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2845,
+    "": 3163,
     "capture": 1209,
-    "checkpoint": 1303,
+    "checkpoint": 1304,
+    "command_line": 1405,
+    "convert": 1281,
     "groups": 1287,
-    "lowering": 5090,
-    "memory": 1184,
-    "optimizers": 1914,
-    "plan": 846,
-    "rule": 2826,
-    "step": 1998,
+    "lowering": 5103,
+    "memory": 1231,
+    "optimizers": 1916,
+    "plan": 851,
+    "rule": 2829,
+    "simulated": 716,
+    "step": 2149,
+    "switch": 512,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
