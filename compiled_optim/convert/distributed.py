@@ -1,6 +1,6 @@
 """Folders of torch.distributed.checkpoint, in the layouts of torch: nested, or flat with names in the keys.
 
-A flat key is ``state.NAME.ENTRY`` or ``param_groups.NAME.OPTION``. Both layouts may have a prefix: that of torchtitan is
+A flat key is ``state.NAME.ENTRY`` or ``param_groups.NAME.OPTION``. Both layouts may have a prefix; torchtitan's is
 ``optimizer``. Several processes write flat keys in any order, so ours are written with ``order``, the list of names. The
 pickled metadata of a folder makes only what describes tensors.
 """

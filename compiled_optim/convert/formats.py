@@ -125,7 +125,7 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
     """Write ``state_dict``, of any form, to a file or folder; a failure leaves every file as it was.
 
     Args:
-        state_dict: with our names, or those of a package that is read.
+        state_dict: with our names, or with the names that a package has which is read.
         path: the file, or for ``"dcp"`` the folder.
         form: one of :data:`WRITTEN`. ``"torch"``, ``"compiled_optim"``, ``"optimi"``, ``"bitsandbytes"`` and ``"fused"`` are
             for the ``load_state_dict`` of that package; ``"named"`` and ``"dcp"`` have parameter names, and

@@ -48,7 +48,7 @@ def _averages(group: Mapping[str, Any], where: str) -> tuple[str, ...]:
             return _ADAM
         if not eps and (betas[0] or betas[1]):
             return _LION if betas[1] else _SGD
-    raise ValueError(f"{where} has betas={betas} and eps={eps}, not those of bitsandbytes' Adam, AdamW, Lion or SGD")
+    raise ValueError(f"{where} has betas={betas} and eps={eps}, unlike bitsandbytes' Adam, AdamW, Lion and SGD")
 
 
 def _our_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:

@@ -63,7 +63,7 @@ def _load_opened(path: Path) -> Any:
 
 
 def _know_torchao() -> None:
-    """Let torch.load read torchao's tensors, of which torchao says at its import that they are safe."""
+    """Let torch.load read torchao's tensors: torchao's import says that they are safe."""
     try:
         importlib.import_module("torchao.optim")
     except ImportError as error:

@@ -35,7 +35,7 @@ NAMES = ("0.weight", "0.bias", "1.weight", "1.bias")
 
 
 def _model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    """Two weights, of which one has more than 4096 elements and one no whole number of blocks."""
+    """Two weights: one has more than 4096 elements, and neither a whole number of blocks."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(66, 129), nn.Linear(129, 5)).to(dtype)
 
@@ -393,8 +393,8 @@ _BNB = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
 @pytest.mark.parametrize(
     ("content", "to", "message"),
     [
-        ({"state1": torch.ones(3), "step": 1}, "torch", r"betas=\(0.9, 0.999\) and eps=1e-08, not those of bitsandbytes"),
-        (({"state1": torch.ones(2, 3)}, {**_BNB, "betas": (0.9, 0.99, 0.999)}), "torch", "betas=.* not those of bitsand"),
+        ({"state1": torch.ones(3), "step": 1}, "torch", r"betas=\(0.9, 0.999\) and eps=1e-08, unlike bitsandbytes"),
+        (({"state1": torch.ones(2, 3)}, {**_BNB, "betas": (0.9, 0.99, 0.999)}), "torch", "betas=.*, unlike bitsandbytes"),
         (({"state1": torch.ones(3), "step": 1}, _BNB), "torch", "the state of 0 has no state2"),
         (({"state1": torch.ones(3, dtype=torch.uint8)}, _BNB), "torch", "8 bits without a qmap1 .* and an absmax1"),
         (
