@@ -418,9 +418,9 @@ _EXTRAS = {"sklearn": "demo", "unit_scaling": "mup", "lightning": "trainers", "p
 
 
 def needed_extra(recipe: Path) -> str:
-    """The extra that a recipe needs, "" for none."""
+    """The extra that a recipe needs, or several, as pip takes them; "" for none."""
     imported = re.findall(r"^(?:import|from) (\w+)", recipe.read_text(), re.MULTILINE)
-    return next((_EXTRAS[name] for name in imported if name in _EXTRAS), "")
+    return ",".join(sorted({_EXTRAS[name] for name in imported if name in _EXTRAS}))
 
 
 def recipes() -> str:
