@@ -38,8 +38,8 @@ set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
 
 def has_hooks(stepped: Optimizer) -> bool:
     """Whether hooks are to be called before or after a step of an optimizer; can be traced."""
-    own = stepped._optimizer_step_pre_hooks or stepped._optimizer_step_post_hooks
-    return bool(own or optimizer._global_optimizer_pre_hooks or optimizer._global_optimizer_post_hooks)
+    own = len(stepped._optimizer_step_pre_hooks) + len(stepped._optimizer_step_post_hooks)
+    return own + len(optimizer._global_optimizer_pre_hooks) + len(optimizer._global_optimizer_post_hooks) > 0
 
 
 def is_observed(stepped: Optimizer) -> bool:

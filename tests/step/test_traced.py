@@ -395,3 +395,25 @@ def test_no_compiler_puts_an_operator_whose_host_half_must_run_into_a_cuda_graph
     assert is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step_own_gradients.default))
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step_in_graph.default))
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.mul.Tensor))
+
+
+def test_hooks_that_come_after_compiling_are_called() -> None:
+    """And those of all optimizers, each until it is removed."""
+    from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+    model, called = _model(), []
+    optimizer = co.AdamW(model.named_parameters())
+
+    @torch.compile
+    def train() -> None:
+        _loss(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    train()
+    for register in (optimizer.register_step_post_hook, register_optimizer_step_pre_hook):
+        hook = register(lambda *_: called.append(register))
+        train()
+        hook.remove()
+        train()
+    assert called == [optimizer.register_step_post_hook, register_optimizer_step_pre_hook]
