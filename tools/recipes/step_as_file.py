@@ -1,7 +1,7 @@
 """A training step as a file: loss, gradients, clipping and the optimizer's step as machine code, which other processes load.
 
-The script starts itself again, and the second process loads what the first one compiled. It needs no compiler, traces nothing
-of the model, and trains to the same loss, with a scheduler as always. This is an experiment.
+The script starts itself again, and the second process loads what the first one compiled. It needs no compiler, traces
+nothing, and trains to the same loss, with a scheduler as always. This is an experiment.
 """
 
 import subprocess
