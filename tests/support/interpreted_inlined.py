@@ -110,6 +110,7 @@ def _loaded(source: str, folder: Path) -> Callable[[list[Tensor]], Any]:
         "extern_kernels": torch,
         "copy_if_misaligned": lambda tensor: tensor,
         "assert_size_stride": lambda *_: None,
+        "assert_size_stride_grouped": lambda *_: None,  # since torch 2.15
         "assert_alignment": lambda *_: None,
         "get_raw_stream": lambda _: 0,
         "empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
