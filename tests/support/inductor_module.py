@@ -83,7 +83,7 @@ class Runs:
         space["empty_strided_cuda"] = _empty
         space["reinterpret_tensor"] = lambda tensor, *where: tensor.as_strided(*where)
         space["copy_if_misaligned"] = lambda tensor: tensor
-        space["assert_size_stride"] = space["assert_size_stride_grouped"] = _nothing  # the latter since torch 2.15
+        space |= dict.fromkeys(re.findall(r"\bassert_\w+", source), _nothing)  # torch's versions write several
         space["extern_kernels"] = types.SimpleNamespace(bmm=_nothing)
         call = space["call"]
         return lambda *args: call(list(args))
