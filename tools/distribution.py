@@ -26,12 +26,13 @@ def expected(archive: Path) -> set[str]:
     """What :func:`contents` should return: the package as it is under version control, without its guides, and metadata."""
     listed = subprocess.run(["git", "ls-files", "compiled_optim"], cwd=ROOT, capture_output=True, text=True, check=True)
     package = {name for name in listed.stdout.split() if not name.endswith("README.md")}
+    both = ["entry_points.txt", "top_level.txt"]
     if archive.suffix == ".whl":
-        folder, names = "compiled_optim.dist-info", ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE", "top_level.txt"]
-        return package | {f"{folder}/{name}" for name in names}
+        folder, names = "compiled_optim.dist-info", ["METADATA", "RECORD", "WHEEL", "licenses/LICENSE"]
+        return package | {f"{folder}/{name}" for name in [*names, *both]}
     folder, names = "compiled_optim.egg-info", ["PKG-INFO", "SOURCES.txt", "dependency_links.txt", "requires.txt"]
     beside = {"LICENSE", "PKG-INFO", "README.md", "pyproject.toml", "setup.cfg"}
-    return package | beside | {f"{folder}/{name}" for name in [*names, "top_level.txt"]}
+    return package | beside | {f"{folder}/{name}" for name in [*names, *both]}
 
 
 def differences(archive: Path) -> list[str]:

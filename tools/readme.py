@@ -18,7 +18,8 @@ import compiled_optim as co
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("capture", "checkpoint", "command_line", "convert", "lowering", "optimizers", "rule", "switch")
+FLOORS = ("optimizers", "switch", "checkpoint", "convert", "lowering", "capture", "rule", "command_line")
+"""The folders with guides, in the order in which users need them."""
 READMES = [
     ROOT / folder / "README.md"
     for folder in ("", *(f"compiled_optim/{f}" for f in FLOORS), "perf", "tests", "tools", "tools/recipes")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,8 +33,8 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         OSError: a file cannot be read.
         ValueError: one is damaged, or there is a ``key``.
     """
-    from safetensors import safe_open
-
+    with _available():
+        from safetensors import safe_open
     if key is not None:
         raise ValueError(f"{path} has no entry {key!r}")
     sidecar = path.with_suffix(".json")
@@ -53,6 +55,14 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
             raise ValueError(f"{path} holds {name!r}, but {sidecar} has no parameter {param!r}")
         state.setdefault(params[param], {})[entry] = tensor
     return {**content, "state": state}
+
+
+@contextlib.contextmanager
+def _available() -> Iterator[None]:
+    try:
+        yield
+    except ImportError as error:
+        raise ImportError("safetensors is not installed: pip install 'compiled-optim[convert]'") from error
 
 
 def _alone(tensor: Tensor) -> Tensor:
@@ -119,8 +129,9 @@ def _tensor(value: Any, where: str, memory: set[int]) -> Tensor:
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
+    with _available():
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
 
     try:
         save_file(tensors, path)

@@ -38,6 +38,13 @@ WITHOUT = {
         "compiled_optim/explain.py",
         "rich",
     ): "m = torch.nn.Linear(2, 2); co.explain(m, co.SGD(m.named_parameters())).__rich__()",
+    (
+        "compiled_optim/command_line",
+        "rich",
+    ): "from compiled_optim.command_line import main; raise SystemExit(main(['list']))",
+    ("compiled_optim/convert", "safetensors"): "from compiled_optim.convert import convert; import tempfile; "
+    "f = tempfile.mkdtemp(); torch.save(co.SGD([torch.nn.Parameter(torch.ones(2))]).state_dict(), f + '/a.pt'); "
+    "convert(f + '/a.pt', f + '/a.safetensors', 'safetensors')",
 }
 """By place and module, what reaches an import in the package that needs an extra."""
 

@@ -104,7 +104,7 @@ BUDGET = {
     "capture": 1209,
     "checkpoint": 1304,
     "command_line": 1405,
-    "convert": 1281,
+    "convert": 1292,
     "groups": 1287,
     "lowering": 5103,
     "memory": 1231,
