@@ -38,13 +38,14 @@ def save_step(
     """Compile a training step of ``model`` and ``optimizer`` into a file, for :func:`load_step`. An experiment.
 
     Nothing is updated. The step computes ``loss_of(model, *inputs)``, its gradients, and the step of ``optimizer``, which
-    needs ``lowering="inductor"``. It does not use ``.grad``, and runs no hooks of the optimizer.
+    needs ``lowering="inductor"``. It does not use ``.grad``, and runs no hooks of the optimizer or of modules.
 
     Args:
         path: of the file. It holds machine code, for this version of torch and this processor.
         loss_of: returns the loss. Its Python, and the model's, run now and never again.
         model: its buffers may be changed in place.
-        optimizer: of some or all of the model's parameters.
+        optimizer: of some or all of the model's parameters. It has no ``opt.schedule``, whose functions cannot be compared;
+            use torch's schedulers, or assign numbers.
         *inputs: examples of what the step takes: tensors, or dicts, lists and tuples of them. Later ones have their shapes.
 
     Returns:
@@ -52,9 +53,14 @@ def save_step(
 
     Raises:
         RuntimeError: steps of ``optimizer`` cannot be inlined, or ``loss_of`` reads a tensor that is not handed to it.
-        TypeError, ValueError: an input is no tensor, or a parameter of ``optimizer`` is none of ``model``.
+            Or the code cannot be run.
+        TypeError, ValueError: an input is no tensor, a parameter of ``optimizer`` is none of ``model`` or has hooks, or the
+            optimizer is none of this package.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
+
+    if not isinstance(optimizer, CompiledOptimizer):
+        raise TypeError(f"save_step takes an optimizer of this package, got a {type(optimizer).__name__}")
 
     model, step = getattr(model, "_orig_mod", model), optimizer.as_module()
     evaluated, tensors, buffers = _Loss(loss_of, model), _tensors(model), dict(step.named_buffers())
@@ -73,6 +79,10 @@ def save_step(
         named = {name: seen[places[id(tensor)]] for name, tensor in _named(evaluated)}
         loss = torch.func.functional_call(evaluated, named, tuple(pytree.tree_unflatten([*rest], spec)))
         found = torch.autograd.grad(loss, [seen[i] for i in moving], allow_unused=True)
+        with torch.no_grad():
+            for name, tensor in _named(evaluated):  # where forward put another tensor in place of a buffer
+                if (last := named[name]) is not (first := seen[places[id(tensor)]]):
+                    first.copy_(last)
         grads = dict(zip(moving, found, strict=True))
         update = [given[i] for i in own], [grads.get(i) for i in own]
         torch.func.functional_call(step, dict(zip(buffers, state, strict=True)), update)
@@ -81,7 +91,8 @@ def save_step(
     flat = [*tensors, *buffers.values(), *leaves]
     graph, error = None, None
     try:
-        graph = make_fx(train, {torch.ops.aten._foreach_norm.Scalar: _norms}, tracing_mode="fake")(*flat)
+        with torch.enable_grad():
+            graph = make_fx(train, {torch.ops.aten._foreach_norm.Scalar: _norms}, tracing_mode="fake")(*flat)
     except AssertionError as raised:
         if "convert all Tensors" not in str(raised):
             raise
@@ -92,7 +103,10 @@ def save_step(
             "torch.full in place of torch.tensor"
         ) from error
     compile_to_file(path, graph, flat, {_DESCRIPTION: json.dumps(description, indent=1)})
-    return load_step(path, model, optimizer)
+    made = load_step(path, model, optimizer)
+    with torch.random.fork_rng(), torch.no_grad():  # what cannot run says so here, and not in another process
+        made._code([tensor.clone() for tensor in flat])
+    return made
 
 
 def load_step(path: str | os.PathLike[str], model: nn.Module, optimizer: CompiledOptimizer) -> TrainingStep:
@@ -131,21 +145,23 @@ class TrainingStep:
 
     def __call__(self, *inputs: Any) -> Tensor:
         """Take a step; returns the loss."""
-        engine, leaves = engine_of(self._optimizer), pytree.tree_leaves(inputs)
+        engine, (leaves, spec) = engine_of(self._optimizer), pytree.tree_flatten(inputs)
         with engine.lock, torch.no_grad():
             try:
                 self._step.check()
             except RuntimeError:
                 self._begin()  # others of the same form will do
-            written = [*_tensors(self._model), *self._step.buffers()]
-            flat = [*written, *leaves]
+            own = _tensors(self._model)
+            flat = [*own, *self._step.buffers(), *leaves]
             kinds = [(t.dtype, t.shape, t.stride(), t.device) if isinstance(t, Tensor) else t for t in flat]
-            seen = kinds, [module.training for module in self._model.modules()]
+            marks = [(id(tensor), tensor.requires_grad, _has_hooks(tensor)) for tensor in own]
+            modules = [(type(m), m.training, m.extra_repr()) for m in self._model.modules()]
+            seen = kinds, spec, marks, modules
             if seen != self._seen:
                 self._compare(inputs)
                 self._seen = seen
             loss = self._code(flat)[0]
-            torch.autograd.graph.increment_version(written)
+            torch.autograd.graph.increment_version([*own, *self._step.written()])
             engine.runs += 1
             engine.steps += 1
         return loss
@@ -160,6 +176,10 @@ class TrainingStep:
         left = {name: text for name, text in self._saved.items() if inputs is not None or not name.startswith("input")}
         if found := differences(left, now):
             raise ValueError(f"the file holds a step of something else: {first_three(found)}")
+
+
+def _has_hooks(tensor: Tensor) -> bool:
+    return bool(tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None))
 
 
 def _norms(tensors: list[Tensor], order: float = 2, dtype: torch.dtype | None = None) -> list[Tensor]:
@@ -195,9 +215,16 @@ def _description(model: nn.Module, step: StepModule, inputs: Sequence[Any] | Non
         text = f"{type(module).__qualname__}({module.extra_repr()}), training={module.training}"
         found[f"module '{name}'"] = re.sub(r" at 0x\w+", "", text)
     firsts: dict[int, str] = {}
+    order = {id(param): place for place, param in enumerate(step.params)}
+    if found["schedules"] != "[]":
+        raise ValueError(f"a file cannot hold the functions of opt.schedule, here of {found['schedules']}")
     for name, tensor in _named(model):
+        if _has_hooks(tensor):
+            raise ValueError(f"'{name}' has hooks for its gradient, which a file cannot hold")
         is_tied = f", tied to {first}" if (first := firsts.setdefault(id(tensor), name)) != name else ""
-        found[f"tensor '{name}'"] = f"{form(tensor)}, requires_grad={tensor.requires_grad}{is_tied}"
+        owner = f"parameter {order[id(tensor)]}" if id(tensor) in order else "none"
+        text = f"{form(tensor)}, requires_grad={tensor.requires_grad}, {owner} of the optimizer{is_tied}"
+        found[f"tensor '{name}'"] = text
     for place, given in enumerate(inputs or ()):
         leaves, spec = pytree.tree_flatten(given)
         if strange := [leaf for leaf in leaves if not isinstance(leaf, Tensor)]:

@@ -83,6 +83,10 @@ class StepModule(nn.Module):
         self.check()
         yield from super().named_buffers(*args, **kwargs)
 
+    def written(self) -> list[Tensor]:
+        """The buffers that a step writes: state, counts and what it tells, but no hyperparameter."""
+        return [getattr(self, name) for name in self._rows[0]]
+
     def present(self) -> InlinedStep:
         """The operations of the optimizer's next step; ``RuntimeError`` where it has none, or others than the module."""
         engine = self._engine

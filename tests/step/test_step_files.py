@@ -336,3 +336,75 @@ def test_precompile_takes_the_module(tmp_path: Path, backend: str) -> None:
     optimizer.max_grad_norm = None
     with pytest.raises(RuntimeError, match="clipping was on and is off"):
         train(*example)
+
+
+class _Counting(nn.Module):
+    """A model that puts another tensor in place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer, self.drop = nn.Linear(4, 4), nn.Linear(4, 1), nn.Dropout(0.5)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return self.outer(self.drop(torch.relu(self.inner(x))))
+
+
+def _without_momentum(model: nn.Module) -> co.SGD:
+    return co.SGD(model.named_parameters(), lr=0.01, momentum=0.0, lowering="inductor")
+
+
+@pytest.fixture(scope="module")
+def counting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A file of a step that takes a dict."""
+    file, model = tmp_path_factory.mktemp("counting") / "step.file", _Counting()
+    with torch.no_grad():
+        co.save_step(file, _squares, model, _without_momentum(model), _BATCH)
+    assert model.count == 0
+    return file
+
+
+_BATCH = {"x": torch.linspace(-1, 1, 32).view(8, 4), "y": torch.linspace(-2, 2, 8).view(8, 1)}
+
+
+def _squares(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model(batch["x"]) - batch["y"]).square().mean()
+
+
+def _replaced(model: Any, _: Any) -> None:
+    model.load_state_dict(_Counting().state_dict(), assign=True)
+
+
+LATER: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "a parameter is frozen": (lambda m, o: m.inner.weight.requires_grad_(False), "requires_grad=True.*requires_grad=False"),
+    "a module's number": (lambda m, o: setattr(m.drop, "p", 0.1), r"p=0\.5.*p=0\.1"),
+    "a module": (lambda m, o: setattr(m, "drop", nn.Identity()), "module 'drop' was Dropout.* and is Identity"),
+    "tensors of the model alone": (_replaced, "parameter 0 of the optimizer.* and is .*none of the optimizer"),
+    "a hook": (lambda m, o: m.inner.weight.register_hook(lambda g: g * 0), r"'inner\.weight' has hooks"),
+    "a schedule": (lambda m, o: o.schedule(lr=lambda step: 0.1 + 0 * step), r"opt\.schedule"),
+}
+
+
+@pytest.mark.parametrize("change", LATER)
+def test_a_change_after_the_first_step_is_refused_by_name(counting: Path, change: str) -> None:
+    model = _Counting()
+    optimizer = _without_momentum(model)
+    train = _load(counting, model, optimizer)
+    for _ in range(2):  # with momentum=0 and counted buffers, too
+        train(_BATCH)
+    assert model.count == 2
+    with pytest.raises(ValueError, match=r"input 0 was"):
+        train(dict(reversed(_BATCH.items())))
+    act, message = LATER[change]
+    act(model, optimizer)
+    with pytest.raises(ValueError, match=message):
+        train(_BATCH)
+
+
+def test_the_optimizer_must_be_of_the_model_in_its_order(counting: Path) -> None:
+    model = _Counting()
+    with pytest.raises(ValueError, match="none of the optimizer"):
+        _load(counting, _Counting(), _without_momentum(model))
+    with pytest.raises(TypeError, match="an optimizer of this package"):
+        co.save_step(counting, _squares, model, torch.optim.SGD(model.parameters()), _BATCH)  # type: ignore[arg-type]

@@ -21,7 +21,10 @@ maximum_signature_line_length = 88
 napoleon_use_ivar = True
 nitpicky = True
 # Inventories of other projects would make a build depend on their sites.
-nitpick_ignore_regex = [("py:.*", r"(torch|collections|typing|os|Tensor|Any|nn|StepModule)\b.*"), ("py:.*", r"compiled_optim\.\w+\..*")]
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|collections|typing|os|Tensor|Any|nn|StepModule)\b.*"),
+    ("py:.*", r"compiled_optim\.\w+\..*"),
+]
 html_theme = "furo"
 html_title = f"compiled_optim {release}"
 html_copy_source = html_show_sphinx = False
