@@ -22,6 +22,7 @@ import torch
 import compiled_optim as co
 from compiled_optim.command_line.lowering import ARCHITECTURES, lowered
 from compiled_optim.command_line.parts.checkpoints import (
+    FORM,
     checkpoint_argument,
     numbers,
     parameters,
@@ -34,7 +35,6 @@ from compiled_optim.command_line.parts.expressions import call, created, optimiz
 from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
 
 _PARTS = {"kahan_comp", "remainder", "master_param"}  # of the state, that any optimizer may have
-_FORM = re.compile(r"_(int8|scale)$")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -152,7 +152,8 @@ def _elements(record: Mapping[str, Any]) -> int:
 
 
 def _explain_file(options: argparse.Namespace, path: Path) -> int:
-    state_dict = read(path, options.key)
+    checkpoint = read(path, options.key)
+    state_dict = checkpoint.content
     groups = [numbers(group) for group in state_dict["param_groups"]]
     known = list(parameters(state_dict))
     held: list[set[str]] = [set() for _ in groups]
@@ -180,7 +181,7 @@ def _rules(entries: set[str], group: Mapping[str, Any]) -> list[str]:
     """The optimizers that a group may be of: they have its state and its numbers, and the fewest numbers else."""
     if named := group.get("rule"):
         return [str(named)]
-    own, fits = {_FORM.sub("", name) for name in entries} - _PARTS, {}
+    own, fits = {FORM.sub("", name) for name in entries} - _PARTS, {}
     for name in co.list_optimizers():
         info = co.optimizer_info(name)
         said = {argument.name for argument in info.arguments} | {"decoupled_weight_decay", "initial_lr"}
