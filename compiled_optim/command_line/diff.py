@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import itertools
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show what differs; 1 if something does."""
     paths = [Path(name) for name in (options.a, options.b)]
-    are_files = [path.exists() for path in paths]
+    are_files = [os.path.exists(path) for path in paths]
     if any(are_files) and not all(are_files):
         raise ValueError(f"{paths[are_files.index(False)]} is no file, and {paths[are_files.index(True)]} is one")
     if any(len(path.parts) > 1 for path in paths) and not all(are_files):
@@ -160,7 +161,7 @@ def _same(x: Any, y: Any) -> bool:
         return not [*_differences(dict(_leaves(x)), dict(_leaves(y)))]
     if isinstance(x, Tensor) or isinstance(y, Tensor):
         return isinstance(x, Tensor) and isinstance(y, Tensor) and not [*_difference(x, y)]
-    return bool(x == y) or bool(x != x and y != y)  # noqa: PLR0124
+    return bool(x == y) or bool(x != x and y != y)
 
 
 def _shown(x: Any, y: Any) -> list[str]:

@@ -65,7 +65,7 @@ def _record(name: str, place: int, entries: Mapping[str, Any]) -> dict[str, Any]
     return {
         "name": name,
         "group": place,
-        "shape": list(shape_of(entries)),
+        "shape": shape_of(entries),
         "step": steps(entries),
         "bytes": sum(value.nbytes for value in tensors(entries).values()),
         "state": {key: _range(value) for key, value in tensors(entries).items()},
@@ -134,7 +134,7 @@ def _first(names: list[str]) -> str:
 
 
 def groups_table(groups: list[dict[str, Any]]) -> Any:
-    """What groups say: a row for each number, a column for each of few groups, else the reverse; what is unset everywhere is left out."""
+    """What groups say: a column for each of few groups, or a row for each of many, without what is unset everywhere."""
     keys = dict.fromkeys(key for group in groups for key in group)
     rows = [(key, *(text(group.get(key), 7) for group in groups)) for key in keys]
     said = [row for row in rows if {*row[1:]} - {"", "False", "()"}]

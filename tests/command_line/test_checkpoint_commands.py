@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -155,6 +158,22 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
         printed = capsys.readouterr().out
         assert all(number in printed for number in ("11.001", "0.00100001", "(0.9, 0.99999)", "exp_avg_sq", " 1.4e-2"))
         assert "\n a.weight " in printed
+
+    def test_a_pipe(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("COLUMNS")
+        content = torch.load("a.pt")
+        content["param_groups"][0]["param_names"][0] = "long.name." * 15
+        torch.save(content, "b.pt")
+        command = [sys.executable, "-m", "compiled_optim", "inspect", "b.pt"]
+        environment = os.environ | {"PYTHONPATH": str(Path(co.__file__).parents[1])}
+        assert (
+            "long.name." * 15 in subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+        )
+        reads, writes = os.pipe()
+        os.close(reads)
+        closed = subprocess.run(command, env=environment, stdout=writes, stderr=subprocess.PIPE, check=False)
+        os.close(writes)
+        assert (closed.returncode, closed.stderr) == (0, b"")
 
     def test_in_a_dict_of_several_things(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         state = torch.load("a.pt")
@@ -326,11 +345,54 @@ class TestExplain:
         assert kind.__name__.lower() in records["parameters"][0]["rules"]
         assert len(records["parameters"][0]["rules"]) <= 3
 
+    @pytest.mark.parametrize("name", ["RAdam", "Adam", "AdamW"])
+    def test_the_forms_of_other_packages(self, name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = _trained(kind=getattr(co, name)).state_dict()
+        content["state"][3]["step"] += 3
+        torch.save(content, "b.pt")
+        own = "adamw" if name == "AdamW" else "adam"
+        forms = {"torch": [name.lower()], "optimi": [own, "radam"]}
+        if name != "RAdam":
+            forms |= {"bitsandbytes": ["adam", "adamw"], "fused": ["adam", "adamw"]}
+        for form, rules in forms.items():
+            convert.convert("b.pt", "c.pt", form)
+            records = _told(capsys, "explain", "c.pt")[1]
+            assert records["parameters"][0]["rules"] == rules
+            assert records["form"] == form
+            assert records["parameters"][0]["state_bytes"] == 96
+
+    def test_a_scheduler_and_older_torch(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        names = ("base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name", "tags", "amsgrad")
+        content["param_groups"][0] |= dict.fromkeys(names, 0.1)
+        del content["param_groups"][0]["decoupled_weight_decay"]
+        torch.save(content, "b.pt")
+        assert _told(capsys, "explain", "b.pt")[1]["parameters"][0]["rules"] == ["adam", "adamw"]
+
+    def test_adafactor_does_not_tell_shapes(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save(_trained(kind=co.Adafactor).state_dict(), "b.pt")
+        for command in ("explain", "inspect"):
+            assert [r["shape"] for r in _told(capsys, command, "b.pt")[1]["parameters"]] == [None, [4], [2], [3]]
+            assert "a.weight" in _drawn(capsys, command, "b.pt")
+
+    def test_the_bytes_of_codes(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        group = content["param_groups"][0]
+        group |= {"betas": (0.9, 0.999), "alpha": 0.0, "t_alpha": None, "t_beta3": None}
+        table, scale = torch.linspace(-1, 1, 256), torch.ones(1)
+        codes = {f"state{i}": torch.zeros(4, 3, dtype=torch.uint8) for i in (1, 2)}
+        codes |= {f"{kind}{i}": each for i in (1, 2) for kind, each in (("qmap", table), ("absmax", scale))}
+        content["state"] = {0: {"step": 3, **codes}}
+        torch.save(content, "b.pt")
+        record = _told(capsys, "explain", "b.pt")[1]["parameters"][0]
+        assert record["state"]["state1"] == "uint8"
+        assert record["state_bytes"] == 2 * (12 + 4 * 256 + 4)
+
     def test_picture(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert_expected_inline(
             in_ascii(_drawn(capsys, "explain", "a.pt")),
             """\
-a.pt: state of 4 parameters, 168 B
+a.pt: state of 4 parameters, 168 B, in the form torch
 
  parameter  shape  rule   state  entries
  -------------------------------------------------------------------

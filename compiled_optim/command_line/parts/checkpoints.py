@@ -84,9 +84,10 @@ def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def shape_of(entries: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a parameter, as far as its state tells: its largest entry's."""
-    return max((tuple(v.shape) for v in tensors(entries).values()), key=lambda sizes: (len(sizes), sizes), default=())
+def shape_of(entries: Mapping[str, Any]) -> list[int] | None:
+    """The shape of a parameter, if its state tells: its largest entry's, but Adafactor's are of rows and columns."""
+    shapes = [] if "col_var" in entries else [list(value.shape) for value in tensors(entries).values()]
+    return max(shapes, key=lambda sizes: (len(sizes), sizes), default=None)
 
 
 def tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -37,6 +37,7 @@ def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[
         return
     is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ  # nobody's window: no name needs two lines
     console = needed("rich.console", "a table").Console(highlight=False, width=_WIDE if is_free else None)
+    console.on_broken_pipe = _closed  # rich would exit with 1
     usual = console.width
     for each in draw():
         if columns := getattr(each, "columns", ()):
@@ -44,6 +45,10 @@ def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[
             console.width = max(usual, sum(column.min_width + 2 for column in columns))  # rich drops columns if it must
         console.print(each)
         console.width = usual
+
+
+def _closed() -> None:
+    raise BrokenPipeError
 
 
 def _plain(value: Any) -> Any:
@@ -102,9 +107,9 @@ def text(value: Any, digits: int = 4) -> str:
     return str(value).removeprefix("torch.")
 
 
-def shape(sizes: Sequence[int]) -> str:
-    """The shape of a tensor: ``768 x 3072``, or ``scalar``."""
-    return " x ".join(map(str, sizes)) or "scalar"
+def shape(sizes: Sequence[int] | None) -> str:
+    """The shape of a tensor: ``768 x 3072``, or ``scalar``; nothing if it is not known."""
+    return "" if sizes is None else " x ".join(map(str, sizes)) or "scalar"
 
 
 def size(number: float, unit: str = "") -> str:
