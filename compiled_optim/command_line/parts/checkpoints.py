@@ -55,13 +55,13 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
 
 
 def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
-    from compiled_optim.convert import formats
+    from compiled_optim.convert import formats, whole
 
     form, stored = formats.as_it_is(path, key, scratch)
     layout = formats.layout_of(stored)
     if layout is None:
         return Checkpoint(stored, form, stored, "")
-    ours = partial(formats.LAYOUTS[layout].ours, stored, formats.keeper(scratch))
+    ours = partial(formats.LAYOUTS[layout].ours, stored, whole.keeper(scratch))
     try:
         return Checkpoint(ours(lossy=False), layout, stored, "")
     except ValueError as error:
