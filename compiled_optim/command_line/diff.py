@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import itertools
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,10 +18,11 @@ import torch
 from torch import Tensor
 
 import compiled_optim as co
-from compiled_optim.command_line.parts.checkpoints import checkpoint_argument, numbers, parameters, read, steps, tensors
+from compiled_optim.command_line.parts.checkpoints import Checkpoint, checkpoint_argument, numbers, parameters, read
 from compiled_optim.command_line.parts.output import findings, show, table, text
 
 _TORCH = "torch."
+_ABSENT = "absent"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +35,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Show what differs; 1 if something does."""
     paths = [Path(name) for name in (options.a, options.b)]
-    are_files = [path.exists() for path in paths]
+    are_files = [os.path.exists(path) for path in paths]
     if any(are_files) and not all(are_files):
         raise ValueError(f"{paths[are_files.index(False)]} is no file, and {paths[are_files.index(True)]} is one")
     if any(len(path.parts) > 1 for path in paths) and not all(are_files):
@@ -84,16 +87,28 @@ def _drawn_names(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
         yield Text("equal defaults of all arguments that both have", style="green")
 
 
-def _files(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
-    groups = [[numbers(group) for group in content["param_groups"]] for content in (a, b)]
+def _files(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
+    groups = [[numbers(group) for group in found.content["param_groups"]] for found in (a, b)]
     differing: dict[str, Any] = {}
     for place in range(max(map(len, groups))):
         pair = [found[place] if place < len(found) else {} for found in groups]
         for key in dict.fromkeys((*pair[0], *pair[1])):
-            values = [text(_number(side.get(key))) if key in side else "absent" for side in pair]
-            if values[0] != values[1]:
-                differing[f"param_groups[{place}][{key!r}]"] = values
-    first, second = ({name: entries for name, _, entries in parameters(content)} for content in (a, b))
+            values = [_number(side.get(key, _ABSENT)) for side in pair]
+            if not _same(*values):
+                differing[f"param_groups[{place}][{key!r}]"] = _shown(*values)
+    first, second = _entries(a.content), _entries(b.content)
+    places: list[dict[int, list[str]]] = [{}, {}]
+    for found, content, other in zip(places, (a.content, b.content), (second, first), strict=True):
+        for name, place, _ in parameters(content):
+            if name in other:
+                found.setdefault(place, []).append(name)
+    for place in sorted({*places[0], *places[1]}):
+        for i, names in enumerate(itertools.zip_longest(*(found.get(place, []) for found in places), fillvalue=_ABSENT)):
+            if names[0] != names[1]:
+                differing[f"param_groups[{place}]['params']"] = [
+                    name if name == _ABSENT else f"{name}, at {i}" for name in names
+                ]
+                break
     changed = [
         {"name": name, "state": key, **difference}
         for name in first
@@ -105,7 +120,30 @@ def _files(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, Any]:
         "only_a": [name for name in first if name not in second],
         "only_b": [name for name in second if name not in first],
         "state": changed,
+        "left_out": [found.lost for found in (a, b) if found.lost],
     }
+
+
+def _entries(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The entries of each parameter's state. What is of no parameter is under its key."""
+    found = {name: dict(_leaves(entries)) for name, _, entries in parameters(content)}
+    owned = {param for group in content["param_groups"] for param in group["params"]}
+    foreign = {f"state[{key!r}]": value for key, value in content["state"].items() if key not in owned}
+    foreign |= {f"[{key!r}]": value for key, value in content.items() if key not in ("state", "param_groups")}
+    return found | {key: dict(_leaves(value)) for key, value in foreign.items()}
+
+
+def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What is in nested dicts and lists, with its path."""
+    if isinstance(value, Mapping):
+        pairs: Any = value.items()
+    elif isinstance(value, (list, tuple)) and any(isinstance(each, (Tensor, Mapping, list, tuple)) for each in value):
+        pairs = enumerate(value)
+    else:
+        yield path, value
+        return
+    for key, each in pairs:
+        yield from _leaves(each, f"{path}[{key!r}]" if path else str(key))
 
 
 def _number(value: Any) -> Any:
@@ -115,24 +153,50 @@ def _number(value: Any) -> Any:
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
+def _same(x: Any, y: Any) -> bool:
+    """Whether two values are equal; NaN equals NaN."""
+    if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
+        return len(x) == len(y) and all(map(_same, x, y))
+    if isinstance(x, Mapping) and isinstance(y, Mapping):
+        return not [*_differences(dict(_leaves(x)), dict(_leaves(y)))]
+    if isinstance(x, Tensor) or isinstance(y, Tensor):
+        return isinstance(x, Tensor) and isinstance(y, Tensor) and not [*_difference(x, y)]
+    return bool(x == y) or bool(x != x and y != y)
+
+
+def _shown(x: Any, y: Any) -> list[str]:
+    """Two values that differ, in as many digits as tell them apart."""
+    short = [text(value, 7) for value in (x, y)]
+    return short if short[0] != short[1] else [repr(value) for value in (x, y)]
+
+
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
     """The entries of a parameter's state that differ, and how."""
-    if steps(first) != steps(second):
-        yield "step", {"what": f"{text(steps(first))} and {text(steps(second))}", "max": None}
-    one, other = tensors(first), tensors(second)
-    for key in dict.fromkeys((*one, *other)):
-        if key not in one or key not in other:
-            yield key, {"what": f"only {'A' if key in one else 'B'} has it", "max": None}
+    for key in dict.fromkeys((*first, *second)):
+        if key not in first or key not in second:
+            yield key, {"what": f"only {'A' if key in first else 'B'} has it", "max": None}
             continue
-        x, y = one[key], other[key]
-        if x.shape != y.shape:
-            yield key, {"what": f"shapes {tuple(x.shape)} and {tuple(y.shape)}", "max": None}
-            continue
-        wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
-        unequal = [] if torch.equal(x, y) or not x.numel() else [(x.to(wide) - y.to(wide)).abs().max().item()]
-        dtypes = f"{text(x.dtype)} and {text(y.dtype)}" if x.dtype != y.dtype else ""
-        if dtypes or any(unequal):
-            yield key, {"what": dtypes or "numbers", "max": unequal[0] if unequal else 0.0}
+        x, y = first[key], second[key]
+        if key != "step" and isinstance(x, Tensor) and isinstance(y, Tensor):
+            yield from ((key, difference) for difference in _difference(x, y))
+        elif not _same(_number(x), _number(y)):
+            yield key, {"what": " and ".join(_shown(_number(x), _number(y))), "max": None}
+
+
+def _difference(x: Tensor, y: Tensor) -> Iterator[dict[str, Any]]:
+    """How two tensors differ, if they do."""
+    if x.shape != y.shape:
+        yield {"what": f"shapes {tuple(x.shape)} and {tuple(y.shape)}", "max": None}
+        return
+    wide = torch.complex128 if x.is_complex() or y.is_complex() else torch.float64
+    largest = 0.0
+    if x.dtype != y.dtype or not torch.equal(x, y):
+        one, other = x.to(wide), y.to(wide)
+        unequal = (one != other) & ~(one.isnan() & other.isnan())
+        largest = (one - other)[unequal].abs().max().item() if bool(unequal.any()) else 0.0
+    dtypes = f"{text(x.dtype)} and {text(y.dtype)}" if x.dtype != y.dtype else ""
+    if dtypes or largest:
+        yield {"what": dtypes or "numbers", "max": largest}
 
 
 def _drawn_files(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
@@ -144,6 +208,7 @@ def _drawn_files(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
     yield from findings(
         f"only {name} has {', '.join(records[key])}" for name, key in ((a, "only_a"), (b, "only_b")) if records[key]
     )
+    yield from findings(f"not compared, as it cannot be read: {lost}" for lost in records["left_out"])
     if records["state"]:
         rows = [(r["name"], r["state"], r["what"], r["max"]) for r in records["state"]]
         yield table({"parameter": "bold cyan", "state": "", "differs in": "", "largest difference": ">"}, rows)

@@ -8,6 +8,7 @@ its parameters are on the meta device, which takes no memory. MODEL may also be 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import math
 import os
@@ -22,6 +23,8 @@ import torch
 import compiled_optim as co
 from compiled_optim.command_line.lowering import ARCHITECTURES, lowered
 from compiled_optim.command_line.parts.checkpoints import (
+    FORM,
+    Checkpoint,
     checkpoint_argument,
     numbers,
     parameters,
@@ -33,8 +36,9 @@ from compiled_optim.command_line.parts.checkpoints import (
 from compiled_optim.command_line.parts.expressions import call, created, optimizer_arguments, parsed
 from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
 
+_COUPLED = "decoupled_weight_decay"  # False for Adam, True for AdamW
+_NO_LAMB = {"bitsandbytes", "fused", "flashoptim"}  # forms whose two averages are of Adam or AdamW, without saying which
 _PARTS = {"kahan_comp", "remainder", "master_param"}  # of the state, that any optimizer may have
-_FORM = re.compile(r"_(int8|scale)$")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
@@ -51,7 +55,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Explain it; 1 if there are warnings."""
     path = Path(options.model)
-    if path.exists():
+    if os.path.exists(path):  # of a name that is too long, Path.exists raises
         return _explain_file(options, path)
     model = made_model(options.model, options.device, options.dtype)
     optimizer = created(options.optimizer, model, options.set)
@@ -65,7 +69,11 @@ def run(options: argparse.Namespace) -> int:
 
         lowered_step = lowered(again, options.arch)
         step = {"arch": options.arch, "launches": lowered_step.launches, "operators": lowered_step.operators}
-    sizes = {"parameters": memory.weights, "gradients": memory.weights, "state": dict(memory.state)}
+    frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
+    for r in found.records:
+        r |= {"frozen": r["name"] in frozen, "gradient_bytes": 0 if r["name"] in frozen else r["parameter_bytes"]}
+    gradients = sum(r["gradient_bytes"] for r in found.records)
+    sizes = {"parameters": memory.weights, "gradients": gradients, "state": dict(memory.state)}
     records = {
         "optimizer": type(optimizer).__name__,
         "elements": memory.elements,
@@ -91,13 +99,14 @@ def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, for a console script
     try:
-        found: Any = importlib.import_module(place)
-        for part in name.split("."):
-            found = getattr(found, part)
-        if not isinstance(found, torch.nn.Module) and callable(found):
-            with torch.device(device):
-                found = found(*positional, **named)
-    except Exception as error:  # whatever the user's code raises
+        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no record
+            found: Any = importlib.import_module(place)
+            for part in name.split("."):
+                found = getattr(found, part)
+            if not isinstance(found, torch.nn.Module) and callable(found):
+                with torch.device(device):
+                    found = found(*positional, **named)
+    except (Exception, SystemExit) as error:  # whatever the user's code raises
         hint = "; try --device cpu" if device == "meta" and not isinstance(error, (AttributeError, ImportError)) else ""
         raise ValueError(f"{source}: {type(error).__name__}: {error}{hint}") from error
     if not isinstance(found, torch.nn.Module):
@@ -119,7 +128,7 @@ def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> It
         yield Text(f"a step on {step['arch']}: {step['launches']} kernel launches, {step['operators']} torch operators")
     by_group: dict[Any, list[Any]] = {}
     for r in every:
-        by_group.setdefault((r["group"], r["rule"] or "none", text(r["weight_decay"]), r["precision"]), []).append(r)
+        by_group.setdefault((r["group"], _rule(r), text(r["weight_decay"]), r["precision"]), []).append(r)
     rows = []
     for (_, rule, decay, precision), listed in sorted(by_group.items(), key=lambda item: -sum(map(_elements, item[1]))):
         count, rates = sum(map(_elements, listed)), [r["lr"] for r in listed]
@@ -132,10 +141,14 @@ def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> It
     alike: dict[Any, list[Any]] = {}
     for r in every:
         why, sizes = None if r["why"] == "default" else r["why"], "lazy" if r["shape"] is None else shape(r["shape"])
-        alike.setdefault((_stem(r["name"], each=each), sizes, r["rule"] or "none", why), []).append(r)
+        alike.setdefault((_stem(r["name"], each=each), sizes, _rule(r), why), []).append(r)
     rows = [(name, _times(listed), *rest) for (name, *rest), listed in alike.items()]
     yield table({"parameter": "bold", " ": ">dim", "shape": ".", "rule": ".cyan", "why": "dim"}, rows)
     yield from findings((w.removeprefix("warning ") for w in warnings), "no warnings")
+
+
+def _rule(record: Mapping[str, Any]) -> str:
+    return "frozen" if record["frozen"] else record["rule"] or "none"
 
 
 def _stem(name: str, *, each: bool) -> str:
@@ -152,60 +165,82 @@ def _elements(record: Mapping[str, Any]) -> int:
 
 
 def _explain_file(options: argparse.Namespace, path: Path) -> int:
-    state_dict = read(path, options.key)
+    checkpoint = read(path, options.key)
+    state_dict = checkpoint.content
     groups = [numbers(group) for group in state_dict["param_groups"]]
     known = list(parameters(state_dict))
     held: list[set[str]] = [set() for _ in groups]
     for _, place, entries in known:
         held[place].update(tensors(entries))
-    rules = [_rules(names, group) for names, group in zip(held, groups, strict=True)]
-    records = [
-        {
-            "name": name,
-            "group": place,
-            "shape": list(shape_of(entries)),
-            "step": steps(entries),
-            "rules": rules[place],
-            "state_bytes": sum(value.nbytes for value in tensors(entries).values()),
-            "state": {key: text(value.dtype) for key, value in tensors(entries).items()},
-        }
-        for name, place, entries in known
-    ]
-    found = {"file": str(path), "groups": groups, "parameters": records}
-    show(options, found, lambda: _drawn_file(path, records, each=options.each))
-    return 0
+    rules = [_rules(names, group, checkpoint.form) for names, group in zip(held, groups, strict=True)]
+    stored = {name: entries for name, _, entries in parameters(checkpoint.stored)}
+    records = []
+    for name, place, entries in known:
+        kept = stored.get(name) or entries  # of 8 bits, where ours are float32
+        own = tensors(kept)
+        for inner in kept.values():  # as bitsandbytes has it
+            own |= tensors(inner) if isinstance(inner, Mapping) else {}
+        records.append(
+            {
+                "name": name,
+                "group": place,
+                "shape": shape_of(entries),
+                "step": steps(entries),
+                "rules": rules[place],
+                "state_bytes": sum(value.nbytes for value in own.values()),
+                "state": {key: text(value.dtype) for key, value in own.items()},
+            }
+        )
+    found = {
+        "file": str(path),
+        "form": checkpoint.form,
+        "groups": groups,
+        "parameters": records,
+        "left_out": checkpoint.lost,
+    }
+    show(options, found, lambda: _drawn_file(path, checkpoint, records, each=options.each))
+    return 1 if checkpoint.lost else 0
 
 
-def _rules(entries: set[str], group: Mapping[str, Any]) -> list[str]:
+def _rules(entries: set[str], group: Mapping[str, Any], form: str) -> list[str]:
     """The optimizers that a group may be of: they have its state and its numbers, and the fewest numbers else."""
     if named := group.get("rule"):
         return [str(named)]
-    own, fits = {_FORM.sub("", name) for name in entries} - _PARTS, {}
-    for name in co.list_optimizers():
-        info = co.optimizer_info(name)
-        said = {argument.name for argument in info.arguments} | {"decoupled_weight_decay", "initial_lr"}
-        missing, more = group.keys() - said, said - group.keys()
-        is_coupled = group.get("decoupled_weight_decay") is False  # which AdamW cannot be
-        can_be = not is_coupled or any(argument.name == "decoupled_weight_decay" for argument in info.arguments)
-        if own <= {*info.states} and not missing and can_be and "." not in name:
-            fits[name] = len(more)
+    kinds = {name: co.optimizer_info(name) for name in co.list_optimizers() if "." not in name}
+    takes = {name: {argument.name for argument in info.arguments} for name, info in kinds.items()}
+    takes["adamw"].add(_COUPLED)
+    schedules = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
+    said = (group.keys() & set[str]().union(*takes.values())) - schedules
+    own = {FORM.sub("", name) for name in entries} - _PARTS
+    fits = {name: len(takes[name] - said) for name, info in kinds.items() if own <= {*info.states} and said <= takes[name]}
+    adams = [name for name in ("adam", "adamw") if name in fits]
+    is_optimi = form == "optimi" and _COUPLED in said  # its RAdam saves no other numbers than its Adam
+    is_foreign = form in _NO_LAMB or (form != "optimi" and "maximize" not in said)  # torch and we save it always
+    if adams and (is_foreign or is_optimi or "amsgrad" in said):
+        decouples = None if form in _NO_LAMB else group.get(_COUPLED)
+        return [*(adams if decouples is None else ["adamw" if decouples else "adam"]), *["radam"] * is_optimi]
+    if _COUPLED in said:
+        fits = {name: more for name, more in fits.items() if name not in adams} or fits  # theirs have amsgrad too
     least = min(fits.values(), default=0)
     return [name for name, more in fits.items() if more == least]
 
 
-def _drawn_file(path: Path, records: list[Any], *, each: bool) -> Iterator[Any]:
+def _drawn_file(path: Path, checkpoint: Checkpoint, records: list[Any], *, each: bool) -> Iterator[Any]:
     from rich.text import Text
 
     total = sum(r["state_bytes"] for r in records)
-    yield Text(f"{path.name}: state of {len(records):,} parameters, {size(total, 'B')}", style="bold")
+    yield Text(
+        f"{path.name}: state of {len(records):,} parameters, {size(total, 'B')}, in the form {checkpoint.form}", style="bold"
+    )
     alike: dict[Any, list[Any]] = {}
     for r in records:
         state = ", ".join(f"{key} {dtype}" for key, dtype in r["state"].items()) or "none"
         rule = " or ".join(r["rules"]) or "not known"
-        sizes = shape(r["shape"]) if r["state"] else ""
+        sizes = shape(r["shape"])
         alike.setdefault((_stem(r["name"], each=each), sizes, rule, state), []).append(r)
     rows = [
         (name, _times(listed), sizes, rule, size(sum(r["state_bytes"] for r in listed), "B"), state)
         for (name, sizes, rule, state), listed in alike.items()
     ]
     yield table({"parameter": "bold", " ": ">dim", "shape": ".", "rule": "cyan", "state": ">", "entries": "dim"}, rows)
+    yield from findings([f"left out, as it cannot be read: {checkpoint.lost}"] if checkpoint.lost else [])

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from compiled_optim.command_line.parts.checkpoints import (
+    FORM,
     checkpoint_argument,
     numbers,
     parameters,
@@ -26,7 +27,8 @@ from compiled_optim.command_line.parts.checkpoints import (
 )
 from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
 
-_NO_AVERAGES = {"master_param", "remainder", "kahan_comp"}  # parts of the weight itself
+_AVERAGES = {"exp_avg", "exp_avg_sq", "exp_avg_diff", "momentum_buffer", "square_avg", "sum", "prev", "prev_grad"}
+_AVERAGES |= {"row_var", "col_var", "variance"}  # of gradients: 0 if they were; others begin elsewhere, or hold weights
 _SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
 _FEW = 3  # names that a message lists
 
@@ -40,13 +42,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show the checkpoint; 1 if something in it is probably wrong."""
-    state_dict = read(options.checkpoint, options.key)
-    known = [(name, place, entries) for name, place, entries in parameters(state_dict) if fnmatchcase(name, options.names)]
-    if not known:
+    checkpoint = read(options.checkpoint, options.key)
+    every = [_record(*each) for each in parameters(checkpoint.content)]
+    records = [r for r in every if fnmatchcase(r["name"], options.names)]
+    if not records:
         raise ValueError(f"{options.checkpoint} has no parameter {options.names!r}")
-    records = [_record(*each) for each in known]
-    found = dict(_wrong(records))
-    groups = [numbers(group) for group in state_dict["param_groups"]]
+    shown = {r["name"] for r in records}
+    found = {what: [name for name in names if name in shown] for what, names in _wrong(every)}
+    found = {what: names for what, names in found.items() if names}
+    if checkpoint.lost:
+        found["left out, as it cannot be read"] = [checkpoint.lost]
+    groups = [numbers(group) for group in checkpoint.content["param_groups"]]
     show(
         options,
         {"file": str(options.checkpoint), "groups": groups, "parameters": records, "findings": found},
@@ -59,7 +65,7 @@ def _record(name: str, place: int, entries: Mapping[str, Any]) -> dict[str, Any]
     return {
         "name": name,
         "group": place,
-        "shape": list(shape_of(entries)),
+        "shape": shape_of(entries),
         "step": steps(entries),
         "bytes": sum(value.nbytes for value in tensors(entries).values()),
         "state": {key: _range(value) for key, value in tensors(entries).items()},
@@ -71,7 +77,7 @@ def _range(value: Tensor) -> dict[str, Any]:
     found: dict[str, Any] = {"dtype": text(value.dtype), "shape": list(value.shape)}
     if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
         return found
-    real = value.abs() if value.is_complex() else value.float()
+    real = value.abs() if value.is_complex() else value if value.element_size() >= 4 else value.float()
     is_finite = real.isfinite()
     finite = real if bool(is_finite.all()) else real[is_finite]
     if finite.numel():
@@ -81,10 +87,14 @@ def _range(value: Tensor) -> dict[str, Any]:
 
 def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """What is probably wrong, with the names of its parameters."""
-    moved = [r for r in records if r["step"]]
-    averages = [(r, [e for key, e in r["state"].items() if "max" in e and key not in _NO_AVERAGES]) for r in moved]
-    dead = [r["name"] for r, entries in averages if entries and not any(e["min"] or e["max"] for e in entries)]
-    still = [r["name"] for r in records if moved and not r["step"] and (r["step"] == 0 or not r["state"])]
+    averages = [{key: e for key, e in r["state"].items() if FORM.sub("", key) in _AVERAGES} for r in records]
+    moved = [bool(held) if r["step"] is None else r["step"] > 0 for r, held in zip(records, averages, strict=True)]
+    ranges = [[e for e in held.values() if "max" in e] for held in averages]
+    judged = [*zip(records, moved, ranges, strict=True)]
+    dead = [r["name"] for r, did, held in judged if did and held and not any(e["min"] or e["max"] for e in held)]
+    is_counted = any(r["step"] for r in records)
+    going = {r["group"] for r, did, _ in judged if did or is_counted}  # a group of SGD may need no state
+    still = [r["name"] for r, did, _ in judged if not did and r["group"] in going and (r["step"] == 0 or not r["state"])]
     spoiled = [r["name"] for r in records if any(entry.get("non_finite") for entry in r["state"].values())]
     listed = {
         "dead: took steps, but their averages are all 0": dead,
@@ -124,8 +134,12 @@ def _first(names: list[str]) -> str:
 
 
 def groups_table(groups: list[dict[str, Any]]) -> Any:
-    """What groups say: a row for each number, a column for each group; what is unset everywhere is left out."""
+    """What groups say: a column for each of few groups, or a row for each of many, without what is unset everywhere."""
     keys = dict.fromkeys(key for group in groups for key in group)
-    rows = [(key, *(text(group.get(key)) for group in groups)) for key in keys]
+    rows = [(key, *(text(group.get(key), 7) for group in groups)) for key in keys]
     said = [row for row in rows if {*row[1:]} - {"", "False", "()"}]
-    return table({"group": "bold", **{f"{'#'}{i}": ">" for i in range(len(groups))}}, said)
+    if len(groups) <= _FEW:
+        return table({"group": "bold", **{f"#{i}": ">" for i in range(len(groups))}}, said)
+    turned = zip(*(row[1:] for row in said), strict=True)
+    rows = [(f"#{i}", *row) for i, row in enumerate(turned)]
+    return table({"group": "bold", **{row[0]: ">" for row in said}}, rows)

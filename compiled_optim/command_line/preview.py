@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import ast
+import inspect
 import itertools
+import math
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -20,7 +22,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from compiled_optim.command_line.parts.expressions import call, created, optimizer_arguments, parsed
-from compiled_optim.command_line.parts.output import needed, show, table, text
+from compiled_optim.command_line.parts.output import findings, needed, show, table, text
 
 _LENGTHS = ("total_steps", "total_iters", "T_max", "T_0")  # arguments that say how many steps a scheduler takes
 _COLOURS = {"lr": "cyan", "weight_decay": "yellow"}
@@ -61,9 +63,11 @@ def run(options: argparse.Namespace) -> int:
     moving = {"lr": curves["lr"], **moving}
     if options.png is not None:
         _save(moving, source, options.png)
-    records = {"schedule": source, "optimizer": options.optimizer, "steps": steps, "curves": moving, "constant": constant}
-    show(options, records, lambda: _drawn(records, options.png))
-    return 0
+    records = {"schedule": source, "optimizer": options.optimizer, "steps": steps}
+    records |= {"groups": len(optimizer.param_groups), "curves": moving, "constant": constant}
+    spoiled = [name for name, values in curves.items() if not all(map(math.isfinite, values))]
+    show(options, records | {"not_finite": spoiled}, lambda: _drawn(records, options.png, spoiled))
+    return 1 if spoiled else 0
 
 
 def _numbers(optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, float]]:
@@ -85,6 +89,8 @@ def _made(node: ast.AST, optimizer: torch.optim.Optimizer, source: str) -> LRSch
         for part, length in zip(parts, lengths, strict=False):
             if not length:
                 raise ValueError(f"{ast.unparse(part)} does not say how many steps it takes: write {ast.unparse(part)}[100]")
+        if product := next((ast.unparse(part) for part in parts[1:] if isinstance(part, ast.BinOp)), None):
+            raise ValueError(f"torch's SequentialLR cannot run {product} after another schedule: multiply the sum")
         ends = list(itertools.accumulate(length or 0 for length in lengths))
         return lr_scheduler.SequentialLR(optimizer, [_made(part, optimizer, source) for part in parts], ends)
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
@@ -118,17 +124,23 @@ def _length(node: ast.AST) -> int | None:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{ast.unparse(node)}: the brackets take a number of steps")
         return value
-    named = call(node, ast.unparse(node))[2]
+    name, positional, named = call(node, ast.unparse(node))
+    if isinstance(kind := vars(lr_scheduler).get(name), type):
+        named = inspect.signature(kind).bind_partial(None, *positional, **named).arguments
     if isinstance(named.get("epochs"), int) and isinstance(named.get("steps_per_epoch"), int):
         return int(named["epochs"] * named["steps_per_epoch"])
     return next((int(named[name]) for name in _LENGTHS if isinstance(named.get(name), int)), None)
 
 
-def _drawn(records: dict[str, Any], png: Path | None) -> Iterator[Any]:
+def _drawn(records: dict[str, Any], png: Path | None, spoiled: Sequence[str]) -> Iterator[Any]:
     from rich.text import Text
 
     yield Text(f"{records['schedule']}  {records['steps']:,} steps of {records['optimizer']}", style="bold")
+    if records["groups"] > 1:
+        yield Text(f"the first of {records['groups']} groups", style="dim")
     for name, values in records["curves"].items():
+        if name in spoiled:
+            continue
         drawn = Text.from_ansi(_picture(name, values))
         drawn.highlight_regex("[\u2801-\u28ff]+", _COLOURS.get(name, "magenta"))
         yield drawn
@@ -140,6 +152,7 @@ def _drawn(records: dict[str, Any], png: Path | None) -> Iterator[Any]:
     heads = ("first", "highest", "at step", "lowest", "at step ", "last")
     held = ", ".join(f"{name} {text(value)}" for name, value in records["constant"].items())
     yield table({"": "bold", **dict.fromkeys(heads, ">")}, rows, caption=f"Constant: {held}." if held else "")
+    yield from findings(f"not finite: {name}" for name in spoiled)
     if png is not None:
         yield Text(f"drawn into {png}", style="dim")
 

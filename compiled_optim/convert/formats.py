@@ -96,10 +96,10 @@ def read(
 def _read(path: Path, key: str | None, form: str | None, lossy: bool, scratch: Path | None) -> tuple[str, dict[str, Any]]:
     if form is not None and form not in READ:
         raise ValueError(f"form must be one of {', '.join(READ)}, got {form!r}")
-    found, state_dict = _as_it_is(path, key, scratch)
+    found, state_dict = as_it_is(path, key, scratch)
     if form in CONTAINERS and form != found:
         raise ValueError(f"{path} is in the form {found}, not {form}")
-    layout = _layout(state_dict) if form is None else form if form in LAYOUTS else None
+    layout = layout_of(state_dict) if form is None else form if form in LAYOUTS else None
     try:
         state_dict = LAYOUTS[layout].ours(state_dict, keeper(scratch), lossy=lossy) if layout else state_dict
     except ValueError as error:
@@ -107,7 +107,7 @@ def _read(path: Path, key: str | None, form: str | None, lossy: bool, scratch: P
     return layout or found, state_dict
 
 
-def _as_it_is(path: Path, key: str | None = None, scratch: Path | None = None) -> tuple[str, dict[str, Any]]:
+def as_it_is(path: Path, key: str | None = None, scratch: Path | None = None) -> tuple[str, dict[str, Any]]:
     """The name of the container at ``path``, and the state dict in it."""
     found = next(name for name, container in CONTAINERS.items() if container.matches(path))
     content = CONTAINERS[found].read(path, key, scratch)
@@ -117,7 +117,8 @@ def _as_it_is(path: Path, key: str | None = None, scratch: Path | None = None) -
         raise ValueError(f"{path}: {error}") from error
 
 
-def _layout(state_dict: Mapping[str, Any]) -> str | None:
+def layout_of(state_dict: Mapping[str, Any]) -> str | None:
+    """The name of the layout of another package, if ``state_dict`` has one."""
     return next((name for name, layout in LAYOUTS.items() if layout.matches(state_dict)), None)
 
 
@@ -143,12 +144,12 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
     keep = keeper(scratch)
     state_dict = checked(state_dict, keep)
     check_lossless(state_dict)
-    layout = _layout(state_dict)
+    layout = layout_of(state_dict)
     ours = LAYOUTS[layout].ours(state_dict, keep, lossy=False) if layout else state_dict
     content = forms.indexed(state_dict) if layout == form == "optimi" else WRITTEN[form](ours, keep)
     files = (CONTAINERS[form if form in CONTAINERS else "torch"].writers or torch_files.writers)(content, path)
     for target in files:
-        reader = partial(_as_it_is, scratch=scratch) if target == path else safetensors_files.read_groups
+        reader = partial(as_it_is, scratch=scratch) if target == path else safetensors_files.read_groups
         check_replaceable(target, reader)
     try:
         put(files)

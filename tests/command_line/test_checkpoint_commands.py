@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +124,57 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
 ! never stepped, though others were: still""",
         )
 
+    @pytest.mark.parametrize("name", ["NAdam", "Adamax", "Rprop", "SGD", "Muon", "AdamWScheduleFree", "Prodigy", "Ranger"])
+    @pytest.mark.parametrize("library", [co, torch.optim])
+    def test_dead_and_still(self, library: Any, name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        if not hasattr(library, name):
+            pytest.skip("torch has no such optimizer")
+        params = {name: torch.ones(4, 4, requires_grad=True) for name in ("live", "dead", "still")}
+        options: dict[str, Any] = {"momentum": 0.9} if name == "SGD" else {}
+        optimizer = getattr(library, name)(params.items(), lr=1e-3, **options)
+        for _ in range(2):
+            params["live"].grad, params["dead"].grad = torch.ones(4, 4), torch.zeros(4, 4)
+            optimizer.step()
+        torch.save(optimizer.state_dict(), "b.pt")
+        assert [*_told(capsys, "inspect", "b.pt")[1]["findings"].values()] == [["dead"], ["still"]]
+        assert _told(capsys, "inspect", "b.pt", "--names", "still")[0] == 1
+
+    def test_double_precision(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        for i, number in enumerate((1e300, -1e300, 1e-50)):
+            content["state"][i]["exp_avg"] = torch.full_like(content["state"][i]["exp_avg"], number, dtype=torch.float64)
+        torch.save(content, "b.pt")
+        assert [*_told(capsys, "inspect", "b.pt")[1]["findings"].values()] == [["still"]]
+
+    def test_many_groups(self, saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        [group] = content["param_groups"]
+        content["param_groups"] += [
+            {**group, "params": [], "param_names": [], "lr": 0.00100001 + i, "betas": (0.9, 0.99999)} for i in range(12)
+        ]
+        torch.save(content, "b.pt")
+        monkeypatch.setenv("COLUMNS", "60")
+        main(["inspect", "b.pt"])
+        printed = capsys.readouterr().out
+        assert all(number in printed for number in ("11.001", "0.00100001", "(0.9, 0.99999)", "exp_avg_sq", " 1.4e-2"))
+        assert "\n a.weight " in printed
+
+    def test_a_pipe(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.delenv("COLUMNS")
+        content = torch.load("a.pt")
+        content["param_groups"][0]["param_names"][0] = "long.name." * 15
+        torch.save(content, "b.pt")
+        command = [sys.executable, "-m", "compiled_optim", "inspect", "b.pt"]
+        environment = os.environ | {"PYTHONPATH": str(Path(co.__file__).parents[1])}
+        assert (
+            "long.name." * 15 in subprocess.run(command, env=environment, capture_output=True, text=True, check=False).stdout
+        )
+        reads, writes = os.pipe()
+        os.close(reads)
+        closed = subprocess.run(command, env=environment, stdout=writes, stderr=subprocess.PIPE, check=False)
+        os.close(writes)
+        assert (closed.returncode, closed.stderr) == (0, b"")
+
     def test_in_a_dict_of_several_things(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         state = torch.load("a.pt")
         for key, options in (("optimizer", []), ("optimizer_state_dict", []), ("other", ["--key", "other"])):
@@ -160,7 +214,10 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
 
 class TestDiff:
     def test_equal(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert _told(capsys, "diff", "a.pt", "a.pt") == (0, {"groups": {}, "only_a": [], "only_b": [], "state": []})
+        assert _told(capsys, "diff", "a.pt", "a.pt") == (
+            0,
+            {"groups": {}, "only_a": [], "only_b": [], "state": [], "left_out": []},
+        )
         assert _drawn(capsys, "diff", "a.pt", "a.pt") == "equal groups, names and state"
 
     def test_differences(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -197,6 +254,81 @@ class TestDiff:
 """,
         )
 
+    @pytest.mark.parametrize(
+        ("changes", "shown"),
+        [
+            ({"lr": 1.00001e-3}, ["0.001", "0.00100001"]),
+            ({"betas": (0.9, 0.999000000001)}, None),
+            ({"eps": float("nan")}, None),
+        ],
+    )
+    def test_close_numbers(self, changes: Any, shown: Any, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        other = _trained().state_dict()
+        other["param_groups"][0].update(changes)
+        torch.save(other, "b.pt")
+        status, records = _told(capsys, "diff", "a.pt", "b.pt")
+        [values] = records["groups"].values()
+        assert status == 1
+        assert values[0] != values[1]
+        assert shown in (None, values)
+        assert _told(capsys, "diff", "b.pt", "b.pt")[0] == 0
+
+    def test_groups_and_order(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        [group] = content["param_groups"]
+
+        def split(*sizes: int) -> None:
+            starts = [0, *sizes[:-1]]
+            cut = [(start, start + length) for start, length in zip(starts, sizes, strict=True)]
+            groups = [{**group, **{k: group[k][slice(*at)] for k in ("params", "param_names")}} for at in cut]
+            torch.save(content | {"param_groups": groups}, f"{sizes[0]}.pt")
+
+        split(1, 3)
+        split(3, 1)
+        status, records = _told(capsys, "diff", "1.pt", "3.pt")
+        assert status == 1
+        assert records["groups"] == {
+            "param_groups[0]['params']": ["absent", "a.bias, at 1"],
+            "param_groups[1]['params']": ["a.bias, at 0", "still, at 0"],
+        }
+        group["param_names"].reverse()
+        torch.save(content, "b.pt")
+        assert _told(capsys, "diff", "a.pt", "b.pt")[1]["groups"] == {
+            "param_groups[0]['params']": ["a.weight, at 0", "still, at 0"]
+        }
+
+    def test_what_is_no_tensor_of_a_named_parameter(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        content["param_groups"][0]["param_names"][:2] = ["w", "w"]
+        content["state"][0] |= {"old_dirs": [torch.zeros(2), torch.full((2,), float("nan"))], "n_iter": 3, "note": "x"}
+        content["state"]["ema"] = {"a": torch.ones(3)}
+        torch.save(content, "a.pt")
+        assert _told(capsys, "diff", "a.pt", "a.pt")[0] == 0
+        content["state"][0]["old_dirs"][0] += 1
+        content["state"][0] |= {"n_iter": 4, "note": "y"}
+        content["state"][1]["exp_avg"][0] += 1
+        content["state"]["ema"]["a"] += 2
+        torch.save(content, "b.pt")
+        changed = _told(capsys, "diff", "a.pt", "b.pt")[1]["state"]
+        assert [(c["name"], c["state"], c["what"], c["max"]) for c in changed] == [
+            ("w", "old_dirs[0]", "numbers", 1.0),
+            ("w", "n_iter", "3 and 4", None),
+            ("w", "note", "x and y", None),
+            ("w (2)", "exp_avg", "numbers", 1.0),
+            ("state['ema']", "a", "numbers", 2.0),
+        ]
+
+    def test_what_cannot_be_read(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        content["param_groups"][0]["master_bytewidth"] = 4
+        content["state"][0]["error_bits"] = torch.ones(4, 3, dtype=torch.int8)
+        torch.save(content, "b.pt")
+        status, records = _told(capsys, "diff", "b.pt", "b.pt")
+        assert status == 1
+        assert len(records["left_out"]) == 2
+        assert "error_bits" in records["left_out"][0]
+        assert any("left out" in found for found in _told(capsys, "inspect", "b.pt")[1]["findings"])
+
     def test_a_file_and_a_name(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["diff", "a.pt", "adamw"]) == 2
         assert capsys.readouterr().err == "compiled-optim diff: adamw is no file, and a.pt is one\n"
@@ -213,11 +345,54 @@ class TestExplain:
         assert kind.__name__.lower() in records["parameters"][0]["rules"]
         assert len(records["parameters"][0]["rules"]) <= 3
 
+    @pytest.mark.parametrize("name", ["RAdam", "Adam", "AdamW"])
+    def test_the_forms_of_other_packages(self, name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = _trained(kind=getattr(co, name)).state_dict()
+        content["state"][3]["step"] += 3
+        torch.save(content, "b.pt")
+        own = "adamw" if name == "AdamW" else "adam"
+        forms = {"torch": [name.lower()], "optimi": [own, "radam"]}
+        if name != "RAdam":
+            forms |= {"bitsandbytes": ["adam", "adamw"], "fused": ["adam", "adamw"]}
+        for form, rules in forms.items():
+            convert.convert("b.pt", "c.pt", form)
+            records = _told(capsys, "explain", "c.pt")[1]
+            assert records["parameters"][0]["rules"] == rules
+            assert records["form"] == form
+            assert records["parameters"][0]["state_bytes"] == 96
+
+    def test_a_scheduler_and_older_torch(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        names = ("base_momentum", "min_lr", "max_lr", "initial_lr", "swa_lr", "name", "tags", "amsgrad")
+        content["param_groups"][0] |= dict.fromkeys(names, 0.1)
+        del content["param_groups"][0]["decoupled_weight_decay"]
+        torch.save(content, "b.pt")
+        assert _told(capsys, "explain", "b.pt")[1]["parameters"][0]["rules"] == ["adam", "adamw"]
+
+    def test_adafactor_does_not_tell_shapes(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save(_trained(kind=co.Adafactor).state_dict(), "b.pt")
+        for command in ("explain", "inspect"):
+            assert [r["shape"] for r in _told(capsys, command, "b.pt")[1]["parameters"]] == [None, [4], [2], [3]]
+            assert "a.weight" in _drawn(capsys, command, "b.pt")
+
+    def test_the_bytes_of_codes(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = torch.load("a.pt")
+        group = content["param_groups"][0]
+        group |= {"betas": (0.9, 0.999), "alpha": 0.0, "t_alpha": None, "t_beta3": None}
+        table, scale = torch.linspace(-1, 1, 256), torch.ones(1)
+        codes = {f"state{i}": torch.zeros(4, 3, dtype=torch.uint8) for i in (1, 2)}
+        codes |= {f"{kind}{i}": each for i in (1, 2) for kind, each in (("qmap", table), ("absmax", scale))}
+        content["state"] = {0: {"step": 3, **codes}}
+        torch.save(content, "b.pt")
+        record = _told(capsys, "explain", "b.pt")[1]["parameters"][0]
+        assert record["state"]["state1"] == "uint8"
+        assert record["state_bytes"] == 2 * (12 + 4 * 256 + 4)
+
     def test_picture(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert_expected_inline(
             in_ascii(_drawn(capsys, "explain", "a.pt")),
             """\
-a.pt: state of 4 parameters, 168 B
+a.pt: state of 4 parameters, 168 B, in the form torch
 
  parameter  shape  rule   state  entries
  -------------------------------------------------------------------

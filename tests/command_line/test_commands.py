@@ -151,6 +151,24 @@ class TestPreview:
         _, records = told("preview", "ConstantLR(factor=1.0)[3] + StepLR(1)[2]", "--set", "lr=1.0")
         assert records["curves"]["lr"] == pytest.approx([1, 1, 1, 1, 0.1])
 
+    @pytest.mark.parametrize(
+        "schedule", ["CosineAnnealingLR(50)", "OneCycleLR(3e-3, 50)", "ConstantLR(0.1, 20) + LinearLR(1, 1, 30)"]
+    )
+    def test_lengths_by_position(self, schedule: str, told: Any) -> None:
+        assert told("preview", schedule)[1]["steps"] == 50
+
+    def test_what_torch_cannot_run(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["preview", "LinearLR(total_iters=10) + ConstantLR(total_iters=5) * StepLR(2)"]) == 2
+        assert "cannot run ConstantLR(total_iters=5) * StepLR(2) after another" in capsys.readouterr().err
+
+    def test_several_groups(self, drawn: Any) -> None:
+        assert "the first of 2 groups" in drawn("preview", "StepLR(2)", "--steps", "5", "--optimizer", "muonadamw")[1]
+
+    def test_not_finite(self, told: Any, drawn: Any) -> None:
+        schedule = ["preview", "ExponentialLR(gamma=1e300)", "--steps", "5"]
+        assert told(*schedule)[0] == 1
+        assert "! not finite: lr" in drawn(*schedule)[1]
+
     @pytest.mark.parametrize("optimizer", ["sgd", "muonadamw", "rprop", "lbfgs"])
     def test_optimizers(self, optimizer: str, told: Any) -> None:
         assert told("preview", "ExponentialLR(gamma=0.5)", "--steps", "3", "--optimizer", optimizer)[0] == 0
@@ -232,6 +250,18 @@ def make(width=16):
 def matrices():
     return torch.nn.Sequential(torch.nn.Embedding(10, 16), torch.nn.Linear(16, 16, bias=False))
 
+def frozen():
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    model[0].requires_grad_(False)
+    return model
+
+def loud():
+    print("loud")
+    return torch.nn.Linear(2, 2)
+
+def leaves():
+    raise SystemExit("no data")
+
 model = Tiny()
 number = 3
 
@@ -261,6 +291,12 @@ class TestExplain:
         assert records["bytes"]["state"]["momentum_buffer"] == 3 * 32 * 32 * 4
         assert records["step"] is None
 
+    def test_frozen(self, tiny: str, told: Any, drawn: Any) -> None:
+        _, records = told("explain", f"{tiny}:frozen", "--optimizer", "adamw")
+        assert records["bytes"]["gradients"] == sum(r["gradient_bytes"] for r in records["parameters"]) == 4 * 72
+        assert [r["frozen"] for r in records["parameters"]] == [True, True, False, False]
+        assert "frozen        2       72  50.0%" in drawn("explain", f"{tiny}:frozen", "--optimizer", "adamw")[1]
+
     def test_a_module_by_name(self, tiny: str, told: Any) -> None:
         _, records = told("explain", f"{tiny}:model", "--optimizer", "adamw", "--set", "lr=0.5", "--dtype", "bfloat16")
         assert {(r["rule"], r["lr"], r["dtype"]) for r in records["parameters"]} == {("AdamW", 0.5, "bfloat16")}
@@ -279,6 +315,16 @@ class TestExplain:
         assert capsys.readouterr().err == said
         assert main(["explain", f"{tiny}:number"]) == 2
         assert capsys.readouterr().err == f"compiled-optim explain: {tiny}:number is a int, and no torch.nn.Module\n"
+
+    def test_what_the_users_code_does(self, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["explain", f"{tiny}:loud", "--optimizer", "adamw", "--json"]) == 0
+        printed = capsys.readouterr()
+        assert json.loads(printed.out)["elements"] == 6
+        assert printed.err == "loud\n"
+        assert main(["explain", f"{tiny}:leaves"]) == 2
+        assert "SystemExit: no data" in capsys.readouterr().err
+        assert main(["explain", f"{tiny}:make({'1' * 300!r})"]) == 2
+        assert "TypeError" in capsys.readouterr().err
 
     def test_launches(self, tiny: str, told: Any) -> None:
         pytest.importorskip("triton")

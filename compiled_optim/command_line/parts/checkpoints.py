@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 USUAL = ("optimizer", "optimizer_state_dict")
 """What training scripts often call the optimizer's state in their files."""
+
+FORM = re.compile(r"_(int8|scale)$")
+"""What follows the name of an entry that is stored in 8 bits."""
 
 
 def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
@@ -20,7 +26,16 @@ def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", help="the state dict's key, where a file holds a dict of several things")
 
 
-def read(path: Path, key: str | None = None) -> dict[str, Any]:
+class Checkpoint(NamedTuple):
+    """A state dict with our names and meaning; the ``form`` and the state dict of its file; why some of it is ``lost``."""
+
+    content: dict[str, Any]
+    form: str
+    stored: Mapping[str, Any]
+    lost: str
+
+
+def read(path: Path, key: str | None = None) -> Checkpoint:
     """The state dict in a file or folder that ``convert`` reads. Tensors are mapped from files, not read into memory.
 
     Without a ``key``, a file of several things may have it under one of :data:`USUAL`.
@@ -29,26 +44,39 @@ def read(path: Path, key: str | None = None) -> dict[str, Any]:
         OSError: it cannot be read.
         ValueError: it is damaged, holds other objects than tensors and plain values, or no optimizer's state.
     """
-    from compiled_optim import convert
-
     with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # a file that is mapped stays until it is not
         try:
-            return convert.read(path, key, lossy=True, scratch=Path(scratch))
+            return _read(path, key, Path(scratch))
         except ValueError:
             for usual in USUAL if key is None else ():
                 with contextlib.suppress(ValueError):
-                    return convert.read(path, usual, lossy=True, scratch=Path(scratch))
+                    return _read(path, usual, Path(scratch))
             raise
 
 
+def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
+    from compiled_optim.convert import formats, whole
+
+    form, stored = formats.as_it_is(path, key, scratch)
+    layout = formats.layout_of(stored)
+    if layout is None:
+        return Checkpoint(stored, form, stored, "")
+    ours = partial(formats.LAYOUTS[layout].ours, stored, whole.keeper(scratch))
+    try:
+        return Checkpoint(ours(lossy=False), layout, stored, "")
+    except ValueError as error:
+        return Checkpoint(ours(lossy=True), layout, stored, str(error))
+
+
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """Each parameter of a state dict: its name, its group, and its state, which may be empty."""
-    state = state_dict["state"]
+    """Each parameter of a state dict: its name, its group, and its state, which may be empty. Equal names are numbered."""
+    state, seen = state_dict["state"], Counter[str]()
     for place, group in enumerate(state_dict["param_groups"]):
         names = group.get("param_names") or group["params"]
         for param, name in zip(group["params"], names, strict=False):
-            entries = state.get(param, {})
-            yield str(name), place, entries if isinstance(entries, Mapping) else {}
+            entries, own = state.get(param, {}), str(name)
+            seen[own] += 1
+            yield own if seen[own] == 1 else f"{own} ({seen[own]})", place, entries if isinstance(entries, Mapping) else {}
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -56,9 +84,10 @@ def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
-def shape_of(entries: Mapping[str, Any]) -> tuple[int, ...]:
-    """The shape of a parameter, as far as its state tells: its largest entry's."""
-    return max((tuple(v.shape) for v in tensors(entries).values()), key=lambda sizes: (len(sizes), sizes), default=())
+def shape_of(entries: Mapping[str, Any]) -> list[int] | None:
+    """The shape of a parameter, if its state tells: its largest entry's, but Adafactor's are of rows and columns."""
+    shapes = [] if "col_var" in entries else [list(value.shape) for value in tensors(entries).values()]
+    return max(shapes, key=lambda sizes: (len(sizes), sizes), default=None)
 
 
 def tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:

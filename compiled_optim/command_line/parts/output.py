@@ -6,12 +6,16 @@ import argparse
 import importlib
 import json
 import math
+import os
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 _UNITS = ("", "k", "M", "G", "T")
+_WIDE = 500  # columns of a file or pipe
+_NAME = 12  # columns that a name has, however narrow the window
 
 
 def needed(module: str, purpose: str, extra: str = "cli") -> Any:
@@ -31,9 +35,20 @@ def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[
     if options.json:
         print(json.dumps(_plain(records), indent=1, allow_nan=False))
         return
-    console = needed("rich.console", "a table").Console(highlight=False)
+    is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ  # nobody's window: no name needs two lines
+    console = needed("rich.console", "a table").Console(highlight=False, width=_WIDE if is_free else None)
+    console.on_broken_pipe = _closed  # rich would exit with 1
+    usual = console.width
     for each in draw():
+        if columns := getattr(each, "columns", ()):
+            each.expand = each.expand and not is_free
+            console.width = max(usual, sum(column.min_width + 2 for column in columns))  # rich drops columns if it must
         console.print(each)
+        console.width = usual
+
+
+def _closed() -> None:
+    raise BrokenPipeError
 
 
 def _plain(value: Any) -> Any:
@@ -62,7 +77,8 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: s
     made.pad_edge, made.collapse_padding = False, True
     made.expand, made.show_header = any("~" in style for style in columns.values()), any(map(str.strip, columns))
     made.caption, made.caption_justify, made.caption_style = caption or None, "left", "dim"
-    for name, style in [list(columns.items())[i] for i in filled]:
+    for i, (name, style) in [(i, list(columns.items())[i]) for i in filled]:
+        widest = max(len(name), *(row[i].cell_len for row in cells), 0)
         colour = style.strip(">.~")
         made.add_column(
             name,
@@ -71,28 +87,29 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: s
             no_wrap=any(mark in style for mark in ">.~"),
             overflow="ellipsis" if "~" in style or "." in style else "fold",
             ratio=1 if "~" in style else None,
+            min_width=widest if ">" in style else min(widest, _NAME),
         )
     for row in cells:
         made.add_row(*(row[i] for i in filled))
     return made
 
 
-def text(value: Any) -> str:
-    """``value`` as tables have it."""
+def text(value: Any, digits: int = 4) -> str:
+    """``value`` as tables have it, floats in so many ``digits``."""
     if value is None:
         return ""
     if isinstance(value, float):
-        return f"{value:.4g}"
+        return f"{value:.{digits}g}"
     if isinstance(value, int) and not isinstance(value, bool):
         return f"{value:,}"
     if isinstance(value, (list, tuple)):
-        return f"({', '.join(map(text, value))})"
+        return f"({', '.join(text(each, digits) for each in value)})"
     return str(value).removeprefix("torch.")
 
 
-def shape(sizes: Sequence[int]) -> str:
-    """The shape of a tensor: ``768 x 3072``, or ``scalar``."""
-    return " x ".join(map(str, sizes)) or "scalar"
+def shape(sizes: Sequence[int] | None) -> str:
+    """The shape of a tensor: ``768 x 3072``, or ``scalar``; nothing if it is not known."""
+    return "" if sizes is None else " x ".join(map(str, sizes)) or "scalar"
 
 
 def size(number: float, unit: str = "") -> str:
