@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -21,7 +20,7 @@ def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def read(path: Path, key: str | None = None) -> dict[str, Any]:
-    """The state dict in a file or folder that ``convert`` reads. Tensors are mapped from files, not read into memory.
+    """The state dict in a file or folder that ``convert`` reads. Large tensors are mapped, not read into memory.
 
     Without a ``key``, a file of several things may have it under one of :data:`USUAL`.
 
@@ -32,13 +31,7 @@ def read(path: Path, key: str | None = None) -> dict[str, Any]:
     from compiled_optim import convert
 
     with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # a file that is mapped stays until it is not
-        try:
-            return convert.read(path, key, lossy=True, scratch=Path(scratch))
-        except ValueError:
-            for usual in USUAL if key is None else ():
-                with contextlib.suppress(ValueError):
-                    return convert.read(path, usual, lossy=True, scratch=Path(scratch))
-            raise
+        return convert.read(path, key, lossy=True, scratch=Path(scratch), usual=USUAL)
 
 
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
