@@ -12,6 +12,7 @@ import importlib
 import os
 import pkgutil
 import sys
+import textwrap
 import warnings
 from collections.abc import Sequence
 
@@ -38,9 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modules = {name: importlib.import_module(f"{__name__}.{name}") for name in commands()}
     for name, module in modules.items():
         text = (module.__doc__ or "").strip()
-        own = subparsers.add_parser(
-            name, help=text.partition("\n")[0], description=text, epilog=_EPILOG, conflict_handler="resolve"
-        )  # a command that also works alone may declare --json itself
+        own = subparsers.add_parser(name, help=text.partition("\n")[0], description=text, epilog=_EPILOG)
         module.arguments(own)
         own.add_argument("--json", action="store_true", help="print records as JSON, and nothing else")
         own.add_argument("--traceback", action="store_true", help="show where an error comes from")
@@ -57,5 +56,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (ArithmeticError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         if options.traceback:
             raise
-        print(f"compiled-optim {options.command}: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+        said = textwrap.shorten(str(error), 1000, placeholder=" ...") or type(error).__name__
+        print(f"compiled-optim {options.command}: {said}", file=sys.stderr)
         return 2

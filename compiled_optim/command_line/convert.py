@@ -6,8 +6,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
-import textwrap
 
 TO = ("torch", "compiled_optim", "named", "safetensors", "dcp", "optimi", "bitsandbytes", "fused")
 FROM = ("torch", "optimi", "bitsandbytes", "flashoptim", "fused", "dcp", "deepspeed", "safetensors")
@@ -20,7 +18,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         "of apex or TransformerEngine; or a .safetensors file with the .json of its groups beside it; or a folder of "
         "torch.distributed.checkpoint, or a universal checkpoint of DeepSpeed. Nothing in it is executed. OUT is written "
         "completely or not at all, and may be IN. A file is replaced only if it holds an optimizer's state, a folder never. "
-        "The exit status is 1 if IN cannot be converted."
+        "The exit status is 2 if IN cannot be converted."
     )
     parser.add_argument("source", metavar="IN")
     parser.add_argument("target", metavar="OUT", help="for safetensors, NAME.safetensors, with NAME.json")
@@ -28,18 +26,13 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="form", choices=FROM, help="the form of IN; by default its content tells")
     parser.add_argument("--key", help="where IN holds several things: the state dict's key, in a folder the keys' prefix")
     parser.add_argument("--lossy", action="store_true", help="leave out what cannot be read: FlashOptim's error_bits")
-    parser.add_argument("--json", action="store_true", help="print what was converted, as JSON")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert; the exit status, 1 where it cannot be converted."""
+    """Convert."""
     from compiled_optim.convert import convert
 
-    try:
-        done = convert(options.source, options.target, options.to, form=options.form, key=options.key, lossy=options.lossy)
-    except (OSError, ValueError) as error:
-        print(f"convert: {textwrap.shorten(str(error), 1000, placeholder=' ...')}", file=sys.stderr)
-        return 1
+    done = convert(options.source, options.target, options.to, form=options.form, key=options.key, lossy=options.lossy)
     if options.json:
         print(json.dumps(done._asdict()))
     return 0
@@ -49,8 +42,6 @@ def parsed() -> argparse.Namespace:
     """The options of ``tools/convert``, the command by itself."""
     parser = argparse.ArgumentParser(prog="tools/convert", description=(__doc__ or "").partition("\n")[0])
     arguments(parser)
+    parser.add_argument("--json", action="store_true", help="print what was converted, as JSON")
+    parser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     return parser.parse_args()
-
-
-if __name__ == "__main__":
-    sys.exit(run(parsed()))

@@ -1,8 +1,8 @@
 """Folders of torch.distributed.checkpoint, in the layouts of torch: nested, or flat with names in the keys.
 
 A flat key is ``state.NAME.ENTRY`` or ``param_groups.NAME.OPTION``. Both layouts may have a prefix; torchtitan's is
-``optimizer``. Several processes write flat keys in any order, so ours are written with ``order``, the list of names. The
-pickled metadata of a folder makes only what describes tensors.
+``optimizer``. Several processes write flat keys in any order, so ours are written with ``order``, which lists the names in
+each group. The pickled metadata of a folder makes only what describes tensors.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
@@ -30,9 +31,10 @@ from compiled_optim.checkpoint.read import named, refuse_foreign
 from compiled_optim.convert.forms import UNORDERED, with_steps
 from compiled_optim.convert.quantized import WRAPPER
 from compiled_optim.convert.torch_files import reason
-from compiled_optim.convert.whole import Keep, Writers, keeper
+from compiled_optim.convert.whole import Keep, Writers, as_bytes, keeper
 
 _PLACE = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases|order)(?:\.(.*))?", re.DOTALL)
+_LISTED = ("params", "param_names")
 _FEW = 1 << 20  # bytes; smaller entries are read together
 _OTHERS = {
     *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
@@ -110,9 +112,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
     if lists:
         result["param_groups"] = [lists[i] for i in sorted(lists)]
     elif flat:
-        order = result.pop("order", None)
-        result[UNORDERED] = not isinstance(order, list) or {*order} != {*flat}
-        result["param_groups"] = _grouped(flat if result[UNORDERED] else {name: flat[name] for name in order})
+        result["param_groups"], result[UNORDERED] = _grouped(flat, result.pop("order", None))
     params = {str(param): param for group in result["param_groups"] for param in group["params"]}
     return {**result, "state": {params.get(param, param): entries for param, entries in result["state"].items()}}
 
@@ -150,14 +150,31 @@ def _blank(entry: Any) -> Any:
     return torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
 
 
-def _grouped(flat: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Groups of the parameters that have equal options."""
-    groups: dict[str, dict[str, Any]] = {}
-    for name, options in flat.items():
-        options = {key: options[key] for key in sorted(options) if key not in ("params", "param_names")}
-        group = groups.setdefault(repr(options), {"params": [], **options})
-        group["params"].append(name)
-    return list(groups.values())
+def _grouped(flat: Mapping[str, Mapping[str, Any]], order: Any) -> tuple[list[dict[str, Any]], bool]:
+    """The groups, and whether their order is unknown. ``order`` lists the names in each group, or in older folders all.
+
+    Without names in each group, parameters whose options are the same, bit for bit, are in one group.
+    """
+    order = order if isinstance(order, list) else []
+    parts = [[*map(str, entry if isinstance(entry, list) else [entry])] for entry in order]
+    names = dict.fromkeys(name for part in parts for name in part)
+    is_listed = names.keys() == flat.keys()
+    if not is_listed or not all(isinstance(entry, list) for entry in order):
+        same: dict[Any, list[str]] = {}
+        for name in names if is_listed else flat:
+            same.setdefault(_exact(flat[name]), []).append(name)
+        parts = [*same.values()]
+    groups = [{k: v for k, v in flat[part[0]].items() if k not in _LISTED} | {"params": part} for part in parts if part]
+    return groups, not is_listed or [*names] != [*dict.fromkeys(name for group in groups for name in group["params"])]
+
+
+def _exact(value: Any) -> Any:
+    """What is equal for equal values only; the repr of a tensor is rounded."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, bytes(as_bytes(value))
+    if isinstance(value, Mapping):
+        return tuple((key, _exact(value[key])) for key in sorted(value, key=str) if key not in _LISTED)
+    return (type(value), *map(_exact, value)) if isinstance(value, (list, tuple)) else repr(value)
 
 
 def content_of(state_dict: dict[str, Any], keep: Keep) -> dict[str, Any]:
@@ -165,9 +182,11 @@ def content_of(state_dict: dict[str, Any], keep: Keep) -> dict[str, Any]:
     refuse_foreign(state_dict, "torch.distributed.checkpoint")
     saved = with_steps(named(state_dict), torch.float32)
     flat = {f"state.{name}.{key}": value for name, entries in saved["state"].items() for key, value in entries.items()}
-    for group in saved["param_groups"]:
+    for i, group in enumerate(saved["param_groups"]):
+        if not group["params"]:
+            raise ValueError(f"param_groups[{i}] has no parameters, so it has no place in torch.distributed.checkpoint")
         flat |= {f"param_groups.{name}.{key}": group[key] for name in group["params"] for key in group if key != "params"}
-    order = [] if saved.get(UNORDERED) else [name for group in saved["param_groups"] for name in group["params"]]
+    order = [] if saved.get(UNORDERED) else [group["params"] for group in saved["param_groups"]]
     return {"optimizer": {**flat, "order": order, **({"aliases": saved["aliases"]} if saved.get("aliases") else {})}}
 
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from compiled_optim.checkpoint.optimi import is_optimi
 from compiled_optim.convert import deepspeed, distributed, forms, fused, optimi, quantized, safetensors_files, torch_files
-from compiled_optim.convert.forms import check_lossless, checked
+from compiled_optim.convert.forms import check_alone, check_lossless, checked, listed
 from compiled_optim.convert.whole import Keep, Writers, check_replaceable, keeper, put
 
 
@@ -64,6 +64,9 @@ WRITTEN: dict[str, Callable[[dict[str, Any], Keep], Any]] = {
 }
 """The forms that are written, each with what makes its content of a state dict."""
 
+_WHOLE = ("compiled_optim", "named")
+"""The forms that keep entries beside the state and the groups."""
+
 READ = ("torch", *LAYOUTS, *(name for name in CONTAINERS if name != "torch"))
 """The forms that are read; ``"torch"`` is ours too."""
 
@@ -75,6 +78,7 @@ def read(
     form: str | None = None,
     lossy: bool = False,
     scratch: Path | None = None,
+    usual: Collection[str] = (),
 ) -> dict[str, Any]:
     """The state dict in a file or folder, with our names and meaning, on the CPU.
 
@@ -85,18 +89,21 @@ def read(
         form: one of :data:`READ`. By default the content tells.
         lossy: leave out what cannot be read.
         scratch: a directory. Tensors then are mapped from the file, or from files in it, not read into memory.
+        usual: keys, of which the first that is there is ``key``, where a file holds several things and ``key`` is None.
 
     Raises:
         OSError: it cannot be read.
         ValueError: it is damaged, holds objects other than tensors and plain values, or holds no optimizer's state.
     """
-    return _read(Path(path), key, form, lossy, scratch)[1]
+    return _read(Path(path), key, form, lossy, scratch, usual)[1]
 
 
-def _read(path: Path, key: str | None, form: str | None, lossy: bool, scratch: Path | None) -> tuple[str, dict[str, Any]]:
+def _read(
+    path: Path, key: str | None, form: str | None, lossy: bool, scratch: Path | None, usual: Collection[str] = ()
+) -> tuple[str, dict[str, Any]]:
     if form is not None and form not in READ:
         raise ValueError(f"form must be one of {', '.join(READ)}, got {form!r}")
-    found, state_dict = as_it_is(path, key, scratch)
+    found, state_dict = as_it_is(path, key, scratch, usual)
     if form in CONTAINERS and form != found:
         raise ValueError(f"{path} is in the form {found}, not {form}")
     layout = layout_of(state_dict) if form is None else form if form in LAYOUTS else None
@@ -107,14 +114,20 @@ def _read(path: Path, key: str | None, form: str | None, lossy: bool, scratch: P
     return layout or found, state_dict
 
 
-def as_it_is(path: Path, key: str | None = None, scratch: Path | None = None) -> tuple[str, dict[str, Any]]:
+def as_it_is(
+    path: Path, key: str | None = None, scratch: Path | None = None, usual: Collection[str] = ()
+) -> tuple[str, dict[str, Any]]:
     """The name of the container at ``path``, and the state dict in it."""
     found = next(name for name, container in CONTAINERS.items() if container.matches(path))
-    content = CONTAINERS[found].read(path, key, scratch)
+    content, where = CONTAINERS[found].read(path, key, scratch), str(path)
+    is_one = not isinstance(content, Mapping) or {"state", "param_groups"} <= {*content}
+    if not is_one and key is None and (inner := [each for each in usual if each in content]):
+        content, where, is_one = content[inner[0]], f"{path}, under {inner[0]!r}", True
     try:
         return found, checked(content, keeper(scratch))
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        hint = "" if is_one else f"; it holds {listed(content)}: choose by key (--key)"
+        raise ValueError(f"{where}: {error}{hint}") from error
 
 
 def layout_of(state_dict: Mapping[str, Any]) -> str | None:
@@ -148,13 +161,18 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
     ours = LAYOUTS[layout].ours(state_dict, keep, lossy=False) if layout else state_dict
     content = forms.indexed(state_dict) if layout == form == "optimi" else WRITTEN[form](ours, keep)
     files = (CONTAINERS[form if form in CONTAINERS else "torch"].writers or torch_files.writers)(content, path)
+    check_alone(state_dict, kept=content if form in _WHOLE else ())
     for target in files:
-        reader = partial(as_it_is, scratch=scratch) if target == path else safetensors_files.read_groups
-        check_replaceable(target, reader)
+        check_replaceable(target, partial(_check_kind, target != path, scratch))
     try:
         put(files)
     except OSError as error:
         raise OSError(f"{path} cannot be written, and is as it was ({error.strerror or error})") from error
+
+
+def _check_kind(is_beside: bool, scratch: Path | None, path: Path) -> None:
+    """Raise ``ValueError`` unless the file holds an optimizer's state and nothing else; ``is_beside`` is that of groups."""
+    check_alone(safetensors_files.read_groups(path) if is_beside else as_it_is(path, scratch=scratch)[1])
 
 
 def convert(
@@ -188,6 +206,8 @@ def convert(
     target = Path(target)
     if to not in WRITTEN:
         raise ValueError(f"to must be one of {', '.join(WRITTEN)}, got {to!r}")
+    if Path(os.path.realpath(source)) in Path(os.path.realpath(target)).parents and Path(source).is_dir():
+        raise ValueError(f"{target} is in the folder {source}, which is only read")
     try:
         scratch = tempfile.TemporaryDirectory(prefix=".convert-", dir=target.parent, ignore_cleanup_errors=True)
     except OSError as error:

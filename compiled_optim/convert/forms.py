@@ -24,9 +24,12 @@ _DTYPES = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
 _MAX_DEPTH = 8
+_FEW = 8  # keys that a message lists
 
 UNORDERED = "unordered"
 """The entry of a state dict whose parameters are perhaps not listed in the model's order."""
+
+_TOP = {"state", "param_groups", "aliases", "format_version", "optimizers", UNORDERED}
 
 _LISTED = ("params", "param_names")
 _SCHEDULED = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
@@ -60,8 +63,8 @@ def plain(value: Any, where: str, depth: int, keep: Keep) -> Any:
     if depth == 0:
         raise ValueError(f"{where} is nested too deeply")
     if isinstance(value, Mapping):
-        if foreign := next((key for key in value if type(key) not in (int, str)), None):
-            raise ValueError(f"{where} has a key that is neither an integer nor a string but a {type(foreign).__name__}")
+        if foreign := [type(key).__name__ for key in value if type(key) not in (int, str)]:
+            raise ValueError(f"{where} has a key that is neither an integer nor a string but a {foreign[0]}")
         return {key: plain(entry, f"{where}[{key!r}]", depth - 1, keep) for key, entry in value.items()}
     if type(value) in (list, tuple, torch.Size):
         entries = [plain(entry, f"{where}[{i}]", depth - 1, keep) for i, entry in enumerate(value)]
@@ -89,6 +92,17 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
     known, apart = known_names(), foreign_state(state_dict)
     if orphans := [key for key, value in apart.items() if is_orphan(key, value, known)]:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
+
+
+def check_alone(state_dict: Mapping[str, Any], kept: Collection[Any] = ()) -> None:
+    """Raise ``ValueError`` where a state dict has entries beside the optimizer's, such as a model, that are not ``kept``."""
+    if others := [key for key in state_dict if key not in _TOP and key not in kept]:
+        raise ValueError(f"beside the optimizer's state it holds {listed(others)}, which would be lost")
+
+
+def listed(keys: Collection[Any]) -> str:
+    """The first few ``keys``, as messages have them."""
+    return ", ".join(map(repr, [*keys][:_FEW])) + (f" and {len(keys) - _FEW} more" if len(keys) > _FEW else "")
 
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from compiled_optim.convert.whole import Keep
 
 def ours(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
     """The state dict with our names and meaning."""
-    return _converted(from_optimi, state_dict, keep)
+    return {**state_dict, **_converted(from_optimi, state_dict, keep)}
 
 
 def theirs(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:

@@ -98,8 +98,9 @@ def _their_options(averages: tuple[str, ...], group: Mapping[str, Any], where: s
     names = {_ADAM: ("betas", "eps"), _LION: ("betas",), _SGD: ("momentum",)}[averages]
     ignored = ("decoupled_weight_decay",) if averages == _ADAM else ()
     found = held(group, ("lr", "weight_decay", *names), where, "bitsandbytes", *ignored)
-    if group.get("decoupled_weight_decay") is False and group["weight_decay"]:
-        raise ValueError(f"{where} has decoupled_weight_decay=False, which bitsandbytes' Adam has not")
+    if averages == _ADAM and group["weight_decay"] and not group.get("decoupled_weight_decay"):
+        said = f"decoupled_weight_decay={group.get('decoupled_weight_decay', 'unknown')}"
+        raise ValueError(f"{where} has weight_decay and {said}, but bitsandbytes' Adam always decouples it")
     if averages == _ADAM:
         return {**found, **_EXTRA}
     return {**found, "betas": (found.pop("momentum"), 0.0) if averages == _SGD else found["betas"], "eps": 0.0}

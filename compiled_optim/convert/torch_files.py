@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from compiled_optim.convert.forms import listed
 from compiled_optim.convert.whole import Writers
 
 
@@ -34,7 +35,8 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any
     if key is None:
         return content
     if not isinstance(content, Mapping) or key not in content:
-        raise ValueError(f"{path} has no entry {key!r}")
+        found = listed(content) if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise ValueError(f"{path} has no entry {key!r}; it holds {found}")
     return content[key]
 
 

@@ -45,9 +45,11 @@ def as_bytes(tensor: Tensor) -> Any:
 
 def check_replaceable(path: Path, reader: Callable[[Path], object]) -> None:
     """Raise ``ValueError`` unless ``path`` is free, or a file that ``reader`` can read and its owner may write."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     try:
+        if path.is_symlink():
+            raise ValueError("it is a symbolic link; name the file that it leads to")
         if not path.is_file():
             raise ValueError("it is no regular file")
         if not path.stat().st_mode & stat.S_IWUSR:

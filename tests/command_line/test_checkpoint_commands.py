@@ -182,9 +182,24 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
             assert len(_told(capsys, "inspect", "b.pt", *options)[1]["parameters"]) == 4
         assert main(["inspect", "b.pt"]) == 2
         said = (
-            "compiled-optim inspect: b.pt: not an optimizer state dict: it must be a dict with 'state' and 'param_groups'\n"
+            "compiled-optim inspect: b.pt: not an optimizer state dict: it must be a dict with 'state' and 'param_groups'; "
+            "it holds 'epoch', 'other': choose by key (--key)\n"
         )
         assert capsys.readouterr().err == said
+        assert main(["inspect", "b.pt", "--key", "wrong"]) == 2
+        assert "b.pt has no entry 'wrong'; it holds 'epoch', 'other'" in capsys.readouterr().err
+
+    def test_a_damaged_entry_is_what_the_message_is_about(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save({"epoch": 3, "optimizer": {**torch.load("a.pt"), "format_version": 99}}, "b.pt")
+        assert main(["inspect", "b.pt"]) == 2
+        assert "b.pt, under 'optimizer': the checkpoint has format_version 99" in capsys.readouterr().err
+
+    def test_the_file_is_loaded_once(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        torch.save({"epoch": 3, "optimizer_state_dict": torch.load("a.pt")}, "b.pt")
+        loads, load = [], torch.load
+        monkeypatch.setattr(torch, "load", lambda *args, **options: loads.append(args) or load(*args, **options))
+        main(["inspect", "b.pt"])
+        assert len(loads) == 1
 
     def test_safetensors(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         convert.convert("a.pt", "a.safetensors", "safetensors")

@@ -26,7 +26,7 @@ import pytest
 import torch
 
 from compiled_optim import convert as files
-from compiled_optim.command_line import convert as command
+from compiled_optim.command_line import main
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("torch", "compiled_optim", "named", "optimi", "safetensors")
@@ -102,10 +102,10 @@ def _name(form: str) -> str:
 
 
 class TestReplacing:
-    @pytest.mark.parametrize("link", [None, "symbolic", "hard"])
+    @pytest.mark.parametrize("link", [False, True])
     @pytest.mark.parametrize("target", ["torch", "named", "safetensors"])
     @pytest.mark.parametrize("source", ["torch", "safetensors"])
-    def test_out_may_be_in(self, source: str, target: str, link: str | None, tmp_path: Path) -> None:
+    def test_out_may_be_in(self, source: str, target: str, link: bool, tmp_path: Path) -> None:
         path, out = tmp_path / "a.safetensors", tmp_path / ("b.safetensors" if link else "a.safetensors")
         form = {"torch": "compiled_optim"}.get(source, source)
         saved = _adamw()
@@ -114,9 +114,8 @@ class TestReplacing:
             path.unlink()
             torch.save(saved, path)
         if link:
-            make = os.symlink if link == "symbolic" else os.link
             for suffix in (".safetensors", ".json"):
-                make(path.with_suffix(suffix), out.with_suffix(suffix))
+                os.link(path.with_suffix(suffix), out.with_suffix(suffix))
         before = _contents(tmp_path)
         files.write(files.read(path), out, target)
         assert _values(files.read(out)) == _values(saved)
@@ -124,6 +123,23 @@ class TestReplacing:
         assert set(_contents(tmp_path)) == set(before)
         if link:
             assert path.read_bytes() == before[path]
+
+    @pytest.mark.parametrize("form", [*FORMS, "dcp"])
+    @pytest.mark.parametrize("exists", [False, True])
+    def test_a_symbolic_link_stays(self, exists: bool, form: str, tmp_path: Path) -> None:
+        if exists:
+            files.write(_adamw(), tmp_path / "file.safetensors", "safetensors" if form == "safetensors" else "torch")
+        (tmp_path / _name(form)).symlink_to("file.safetensors")
+        with _refused(tmp_path, "is in the way"):
+            files.write(_adamw(), tmp_path / _name(form), form)
+        assert (tmp_path / _name(form)).is_symlink()
+
+    def test_a_source_folder_is_only_read(self, tmp_path: Path) -> None:
+        files.write(_adamw(), tmp_path / "folder", "dcp")
+        (tmp_path / "link").symlink_to("folder")
+        for target in ("folder/a.pt", "link/a.pt"):
+            with _refused(tmp_path, "which is only read"):
+                files.convert(tmp_path / "folder", tmp_path / target, "torch")
 
     def test_a_mapped_source_survives_the_loss_of_its_file(self, tmp_path: Path) -> None:
         files.write(_adamw(), tmp_path / "a.safetensors", "safetensors")
@@ -153,6 +169,7 @@ class TestReplacing:
             "text": lambda: path.write_text("remember the milk"),
             "empty": lambda: path.write_bytes(b""),
             "weights": lambda: torch.save(weights, path),
+            "beside": lambda: torch.save({**_adamw(), "model": weights}, path),
             "several": lambda: torch.save({"model": weights, "optimizer": _adamw()}, path),
             "directory": path.mkdir,
             "safetensors": lambda: importlib.import_module("safetensors.torch").save_file(weights, path),
@@ -314,6 +331,20 @@ class TestNothingIsLost:
         with _refused(tmp_path, message):
             files.write(saved, tmp_path / "a.safetensors", "safetensors")
 
+    @pytest.mark.parametrize("make", [_adamw, _optimi])
+    @pytest.mark.parametrize("form", [*files.WRITTEN])
+    def test_entries_beside_the_optimizer_s(self, form: str, make: Any, tmp_path: Path) -> None:
+        saved = {**make(), "model": {"w": torch.ones(2)}, "epoch": 5}
+        torch.save(saved, tmp_path / "in.pt")
+        out = {"safetensors": "a.safetensors", "dcp": "a"}.get(form, "a.pt")
+        if form in ("compiled_optim", "named"):
+            files.convert(tmp_path / "in.pt", tmp_path / out, form)
+            assert torch.load(tmp_path / out)["epoch"] == 5
+            return
+        for target in (out, "in.pt") if out == "a.pt" else (out,):
+            with _refused(tmp_path, "beside the optimizer's state it holds 'model', 'epoch', which would be lost"):
+                files.convert(tmp_path / "in.pt", tmp_path / target, form)
+
 
 class TestWhatOthersKeep:
     @pytest.mark.parametrize("form", ["torch", "compiled_optim", "named"])
@@ -389,7 +420,7 @@ class TestBadValues:
             torch.empty(3, device="meta"),
             torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged),
             torch.zeros(2, dtype=torch.float8_e4m3fn),
-            {(1, 2): 3},
+            *({key: 3} for key in ((1, 2), (), None, b"", torch.ones(2))),
         ],
         ids=lambda v: type(v).__name__,
     )
@@ -477,19 +508,21 @@ class TestCommand:
         torch.save({"state": threading.Lock, "param_groups": []}, "hostile.pt")
         before = _contents(tmp_path)
         for source, message in {
-            "in.pt": "in.pt: not an optimizer state dict: it must be a dict with 'state' and 'param_groups'\n",
+            "in.pt": "in.pt: not an optimizer state dict: it must be a dict with 'state' and 'param_groups'; "
+            "it holds 'epoch': choose by key (--key)\n",
             "a.safetensors": "a.json is damaged, or not the groups of an optimizer (",
             "lines.pt": "lines.pt: param_groups[0]['params'] must be integers or names, got ",
             "hostile.pt": "hostile.pt is damaged, or holds something else than tensors and plain values",
             "none.pt": "[Errno 2] No such file or directory: 'none.pt'\n",
         }.items():
-            monkeypatch.setattr(sys, "argv", ["convert", source, "out.pt", "--to", "named"])
-            assert command.run(command.parsed()) == 1
+            assert main(["convert", source, "out.pt", "--to", "named"]) == 2
             printed = capsys.readouterr()
             assert printed.out == ""
-            assert printed.err.startswith(f"convert: {message}")
+            assert printed.err.startswith(f"compiled-optim convert: {message}")
             assert printed.err.count("\n") == 1
             assert len(printed.err) < 1100
+        with pytest.raises(OSError, match="No such file"):
+            main(["convert", "none.pt", "out.pt", "--to", "named", "--traceback"])
         assert _contents(tmp_path) == before
 
     def test_in_place(self, tmp_path: Path) -> None:
@@ -498,7 +531,8 @@ class TestCommand:
         command = [
             sys.executable,
             "-m",
-            "compiled_optim.command_line.convert",
+            "compiled_optim",
+            "convert",
             "a.safetensors",
             "a.safetensors",
             "--to",

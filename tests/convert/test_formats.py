@@ -285,6 +285,10 @@ def test_every_pair_gives_back_what_it_got(first: str, second: str, kind: str, t
     names = [name for group in saved["param_groups"] for name in group["params"]]
     write(saved, _path(tmp_path, "a", "named"), "named")
     for source, target, form in (("a.pt", "b", first), (_path(tmp_path, "b", first).name, "c", second)):
+        if (first, form) == ("fused", "bitsandbytes"):  # only the constructor of FusedAdam says how it decays
+            with pytest.raises(ValueError, match="decoupled_weight_decay=unknown"):
+                convert(tmp_path / source, _path(tmp_path, target, form), form)
+            return
         convert(tmp_path / source, _path(tmp_path, target, form), form)
     found = read(_path(tmp_path, "c", second))
     state = {names[k] if isinstance(k, int) else k: entries for k, entries in found["state"].items()}
@@ -342,6 +346,50 @@ def test_folders_of_torch(layout: str, tmp_path: Path) -> None:
     twin = torch.optim.AdamW(copy.deepcopy(model).parameters(), lr=1.0)
     twin.load_state_dict(found)
     assert twin.param_groups[0]["lr"] == 1e-3
+
+
+_LRS = {"near": [1.23e-3, 1.18e-3, 1.23e-3], "equal": [1e-3, 1e-3, 2e-3], "again": [1.0, 2.0, 1.0]}
+
+
+@pytest.mark.parametrize("lrs", _LRS.values(), ids=_LRS)
+@pytest.mark.parametrize("kind", [float, torch.tensor])
+def test_folders_keep_groups(kind: Any, lrs: list[float], tmp_path: Path) -> None:
+    """By way of a folder, torch loads each number to the parameter and group that it was of."""
+    named = list(_model().named_parameters())
+    parts = [named[:1], named[1:2], named[2:]]
+    theirs = torch.optim.AdamW([{"params": part, "lr": kind(lr)} for part, lr in zip(parts, lrs, strict=True)])
+    for i, (_, param) in enumerate(named):
+        param.grad = torch.full_like(param, i + 1.0)
+    theirs.step()
+    torch.save(theirs.state_dict(), tmp_path / "in.pt")
+    convert(tmp_path / "in.pt", tmp_path / "folder", "dcp")
+    convert(tmp_path / "folder", tmp_path / "out.pt", "torch")
+    found, expected = torch.load(tmp_path / "out.pt"), theirs.state_dict()
+    _assert_equal(found["state"], expected["state"])
+    for ours, group in zip(found["param_groups"], expected["param_groups"], strict=True):
+        _assert_equal(ours, group)
+
+
+@ALONE
+@pytest.mark.parametrize("order", [None, list("abc")])
+def test_groups_of_folders_without_them(order: list[str] | None, tmp_path: Path) -> None:
+    """Options that differ in any bit make groups; the order of the parameters is known only where groups keep it."""
+    lrs = {"a": torch.tensor(1.23e-3), "b": torch.tensor(1.18e-3), "c": torch.tensor(1.23e-3)}
+    flat = {f"param_groups.{name}.lr": lr for name, lr in lrs.items()} | ({"order": order} if order else {})
+    save({"optimizer": flat}, storage_writer=FileSystemWriter(tmp_path / "in"))
+    found = read(tmp_path / "in")
+    assert sorted((group["params"], group["lr"]) for group in found["param_groups"]) == [
+        (["a", "c"], lrs["a"]),
+        (["b"], lrs["b"]),
+    ]
+    assert found["unordered"]
+
+
+def test_a_folder_has_no_place_for_an_empty_group(tmp_path: Path) -> None:
+    saved = _saved()
+    saved["param_groups"].insert(1, {**saved["param_groups"][0], "params": []})
+    with pytest.raises(ValueError, match=r"param_groups\[1\] has no parameters"):
+        write(saved, tmp_path / "a", "dcp")
 
 
 @ALONE
@@ -423,6 +471,7 @@ _BNB = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
         (({**_ZEROS, "step": 1, "other": 1}, {}), "fused", "the state of 0 has 'other', which has no place in FusedAdam"),
         (({**_ZEROS, "step": 1}, {"maximize": True}), "bitsandbytes", "maximize=True, which has no place in bitsandbytes"),
         (({**_ZEROS, "step": 1}, {"decoupled_weight_decay": False}), "bitsandbytes", "decoupled_weight_decay=False"),
+        (({**_ZEROS, "step": 1}, {}), "bitsandbytes", "decoupled_weight_decay=unknown"),
         ({"step": 1, "square_avg": torch.ones(3)}, "bitsandbytes", "no optimizer with the state square_avg"),
         (
             {"step": 1, "exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3).double()},

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import re
 import tempfile
 from collections import Counter
@@ -36,7 +35,7 @@ class Checkpoint(NamedTuple):
 
 
 def read(path: Path, key: str | None = None) -> Checkpoint:
-    """The state dict in a file or folder that ``convert`` reads. Tensors are mapped from files, not read into memory.
+    """The state dict in a file or folder that ``convert`` reads. Large tensors are mapped, not read into memory.
 
     Without a ``key``, a file of several things may have it under one of :data:`USUAL`.
 
@@ -45,19 +44,13 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
         ValueError: it is damaged, holds other objects than tensors and plain values, or no optimizer's state.
     """
     with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # a file that is mapped stays until it is not
-        try:
-            return _read(path, key, Path(scratch))
-        except ValueError:
-            for usual in USUAL if key is None else ():
-                with contextlib.suppress(ValueError):
-                    return _read(path, usual, Path(scratch))
-            raise
+        return _read(path, key, Path(scratch))
 
 
 def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
     from compiled_optim.convert import formats, whole
 
-    form, stored = formats.as_it_is(path, key, scratch)
+    form, stored = formats.as_it_is(path, key, scratch, USUAL)
     layout = formats.layout_of(stored)
     if layout is None:
         return Checkpoint(stored, form, stored, "")
