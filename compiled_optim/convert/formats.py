@@ -171,7 +171,7 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
 
 
 def _check_kind(is_beside: bool, scratch: Path | None, path: Path) -> None:
-    """Raise ``ValueError`` unless the file holds an optimizer's state and nothing else; a file beside it holds the groups."""
+    """Raise ``ValueError`` unless the file holds an optimizer's state alone; a file beside it holds the groups."""
     check_alone(safetensors_files.read_groups(path) if is_beside else as_it_is(path, scratch=scratch)[1])
 
 
