@@ -89,7 +89,7 @@ def read(
         form: one of :data:`READ`. By default the content tells.
         lossy: leave out what cannot be read.
         scratch: a directory. Tensors then are mapped from the file, or from files in it, not read into memory.
-        usual: keys, of which the first that is there is ``key``, where a file holds several things and ``key`` is None.
+        usual: where a file holds several things and ``key`` is None, the first of these that it has is the key.
 
     Raises:
         OSError: it cannot be read.
@@ -170,7 +170,7 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
 
 
 def _check_kind(is_beside: bool, scratch: Path | None, path: Path) -> None:
-    """Raise ``ValueError`` unless the file holds an optimizer's state and nothing else; ``is_beside`` is that of groups."""
+    """Raise ``ValueError`` unless the file, or where it ``is_beside`` its JSON, holds an optimizer and nothing else."""
     check_alone(safetensors_files.read_groups(path) if is_beside else _as_it_is(path, scratch=scratch)[1])
 
 
