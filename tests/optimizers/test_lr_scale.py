@@ -522,14 +522,10 @@ class TestErrors:
 
     def test_names_are_needed(self) -> None:
         params = [nn.Parameter(torch.ones(2))]
-        said = (
-            r"lr_scale has numbers by name, and 'param_groups\[0\]\['params'\]\[0\]' has no name; made from model\.named_par"
-        )
+        said = r"lr_scale has numbers by name, and 'param_groups\[0\]\['params'\]\[0\]' has no name; pass model\.named_par"
         with pytest.raises(ValueError, match=said):
             co.AdamW(params, lr_scale={"fc.weight": 1.0})
-        said = (
-            r"lr_scale of 'param_groups\[0\]\['params'\]\[0\]', a parameter without a name, raises: arg.*; made from model"
-        )
+        said = r"lr_scale of 'param_groups\[0\]\['params'\]\[0\]', a parameter without a name, raises: arg.*; pass model"
         with pytest.raises(TypeError, match=said):
             co.AdamW(params, lr_scale=lambda name, param: 0.1 if "head" in name else 1.0)
         with pytest.raises(AttributeError, match=said.replace("arg", "'NoneType' object has no attribute 'endswith'")):
