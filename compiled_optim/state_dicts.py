@@ -62,7 +62,7 @@ def _locked(optimizers: Iterable[CompiledOptimizer]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _labeling(label: str) -> Iterator[None]:
+def labeling(label: str) -> Iterator[None]:
     """Let an error begin with the ``label`` of its optimizer."""
     try:
         yield
@@ -98,7 +98,7 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     owners: dict[str, str] = {}
     aliases: dict[str, str] = {}
     for index, (label, each) in enumerate(optimizers.items()):
-        with _labeling(label):
+        with labeling(label):
             part = named(each.state_dict())
             refuse_foreign(part, _SEVERAL)
             if any("optimizer" in group for group in part["param_groups"]):
@@ -157,7 +157,7 @@ def load_named_state_dict(
         report = LoadReport([], unexpected, [])
         prepared = []
         for index, (label, each) in enumerate(labeled.items()):
-            with _labeling(label):
+            with labeling(label):
                 prepared.append(load := prepare_load(each, parts[index], False, hyperparameters))
             report.missing.extend(load.report.missing)
             report.unexpected.extend(load.report.unexpected)

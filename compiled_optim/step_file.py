@@ -104,8 +104,12 @@ def save_step(
         ) from error
     compile_to_file(path, graph, flat, {_DESCRIPTION: json.dumps(description, indent=1)})
     made = load_step(path, model, optimizer)
-    with torch.random.fork_rng(), torch.no_grad():  # what cannot run says so here, and not in another process
-        made._code([tensor.clone() for tensor in flat])
+    try:
+        with torch.random.fork_rng(), torch.no_grad():  # what cannot run says so here, and not in another process
+            made._code([tensor.clone() for tensor in flat])
+    except RuntimeError:
+        os.remove(path)
+        raise
     return made
 
 

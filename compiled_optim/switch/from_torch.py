@@ -6,7 +6,6 @@ that it would run itself: no hook, no ``state_dict`` of its class.
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import inspect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from compiled_optim.groups.param_group import group_keys
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper, Static
 from compiled_optim.rule.storage import HALVES
+from compiled_optim.state_dicts import labeling
 from compiled_optim.switch.libraries import LIBRARIES, Kind, Packed
 
 
@@ -57,7 +57,7 @@ def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None,
         raise TypeError(f"from_torch takes an optimizer of another library, got {torch.typename(optimizer)}")
     library, source = _source(optimizer)
     label = f"{library}.{source.__name__}"
-    with _labeling(label):
+    with labeling(f"cannot switch from {label}"):
         _check_as_made(optimizer, source)
         driving = _driving(optimizer, schedulers)
         kind, packed = LIBRARIES[library](optimizer, source, _packed(optimizer))
@@ -77,16 +77,6 @@ def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None,
         for name in [name for name, value in vars(scheduler).items() if value is optimizer]:
             setattr(scheduler, name, new)
     return new
-
-
-@contextlib.contextmanager
-def _labeling(label: str) -> Iterator[None]:
-    try:
-        yield
-    except (TypeError, ValueError) as error:
-        if len(error.args) == 1:
-            error.args = (f"cannot switch from {label}: {error}",)
-        raise
 
 
 def _source(optimizer: Optimizer) -> tuple[str, type[Optimizer]]:

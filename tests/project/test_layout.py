@@ -100,7 +100,7 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 3190,
+    "": 3194,
     "capture": 1209,
     "checkpoint": 1304,
     "command_line": 1562,
@@ -113,7 +113,7 @@ BUDGET = {
     "rule": 2829,
     "simulated": 716,
     "step": 2153,
-    "switch": 512,
+    "switch": 502,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

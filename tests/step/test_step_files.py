@@ -16,6 +16,7 @@ from other_process import Model, X, batch_of, go_on, loss_of, optimizer_of, save
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim import step_file
 from compiled_optim.step_file import TrainingStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
@@ -408,3 +409,16 @@ def test_the_optimizer_must_be_of_the_model_in_its_order(counting: Path) -> None
         _load(counting, _Counting(), _without_momentum(model))
     with pytest.raises(TypeError, match="an optimizer of this package"):
         co.save_step(counting, _squares, model, torch.optim.SGD(model.parameters()), _BATCH)  # type: ignore[arg-type]
+
+
+def test_what_cannot_run_is_an_error_where_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's code of an LSTM cannot; no file is left that fails in another process."""
+    model = _Counting()
+
+    def failing(tensors: list[Tensor]) -> list[Tensor]:
+        raise RuntimeError("there is no such operator")
+
+    monkeypatch.setattr(step_file, "load_compiled_file", lambda path: failing)
+    with pytest.raises(RuntimeError, match="no such operator"):
+        co.save_step(tmp_path / "step.file", _squares, model, _without_momentum(model), _BATCH)
+    assert list(tmp_path.iterdir()) == []
