@@ -117,12 +117,12 @@ def verdicts(directory: Path, device: str, name: str, begun: str) -> pd.DataFram
     import pandas as pd
 
     from perf.gates import stored_checks
-    from perf.results import COLUMNS
+    from perf.results import COLUMNS, read
 
     lines = []
     for benchmark, check in stored_checks(device):
         path = directory / f"{benchmark}.csv"
-        table = pd.read_csv(path) if path.exists() else pd.DataFrame(columns=COLUMNS)
+        table = read(path) if path.exists() else pd.DataFrame(columns=COLUMNS)
         for promise, value in check.look_up(table[(table["device"] == name) & (table["date"] >= begun)]):
             verdict = "not measured" if value is None else "kept" if promise.kept_by(value) else "MISSED"
             measured = "" if value is None else f"{value:.3g}"

@@ -66,7 +66,7 @@ def write(directory: Path, optimizers: Sequence[str], device: torch.device, step
         RedTestsError: the tests of one fail, or there are none.
     """
     check(optimizers)
-    tables = {file.stem: pd.read_csv(file) for file in sorted(directory.glob("*.csv"))}
+    tables = {file.stem: results.read(file) for file in sorted(directory.glob("*.csv"))}
     page = jinja2.Environment(autoescape=True).from_string(PAGE)
     path.write_text(page.render(sections=list(sections(tables, optimizers, device, steps))))
 

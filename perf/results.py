@@ -108,6 +108,11 @@ def append_table(table: pd.DataFrame, path: Path, float_format: str | None = Non
     table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format=float_format)
 
 
+def read(path: Path) -> pd.DataFrame:
+    """The table of a file; a revision of digits, or one like 2e01545, is not a number."""
+    return pd.read_csv(path, dtype={"commit": str})
+
+
 def show(rows: Sequence[Row], title: str) -> None:
     """Print ``rows`` as a table."""
     lines = [

@@ -240,7 +240,7 @@ def test_calls_in_turn_are_timed_together():
 
 def test_a_recorded_inlined_step_is_as_promised():
     """AdamW in a function that the user compiles, over GPT-2's tensors, as ``tools/lowering`` wrote it down last."""
-    table = pd.read_csv(results.RESULTS / "lowering.csv")
+    table = results.read(results.RESULTS / "lowering.csv")
     chosen = (table["optimizer"] == "adamw") & (table["shapes"] == "gpt2") & (table["arch"] == "sm_90")
     inlined, stock = (table[chosen & (table["lowering"] == name)].iloc[-1] for name in ("inlined", "torch"))
     assert inlined["tensors"] == 148
@@ -261,7 +261,7 @@ def test_no_save_writes_nothing(tmp_path, monkeypatch):
 
 def test_every_measurement_names_its_hardware_and_revision():
     for path in results.RESULTS.glob("*.csv"):
-        table = pd.read_csv(path)
+        table = results.read(path)
         if path.name not in ("lowering.csv", "versions.csv"):  # which are counted, not measured
             assert list(table.columns) == results.COLUMNS, path
             assert table["device"].notna().all(), path
@@ -334,8 +334,10 @@ def test_the_report_is_one_page_that_names_hardware_and_revisions(page):
     assert f">{FUSED}</text>" in page
 
 
-def test_the_report_says_what_did_not_hold_and_what_did_not_run(tmp_path, monkeypatch):
+@pytest.mark.parametrize("revision", ["abc1234", "1234567", "2e01545"])
+def test_the_report_says_what_did_not_hold_and_what_did_not_run(revision, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "check", lambda names: None)
+    monkeypatch.setattr(results, "_commit", lambda: revision)
     rows = step_rows("gpt2-124m", "adamw", "fresh", {OURS: [3.0], FUSED: [2.0], "torchao": [4.0]})
     rows += results.left_out("step", "gpt2-124m", "adamw", {"optimi": "optimi is not <installed>"})
     results.append(rows, CPU, tmp_path)
@@ -347,6 +349,7 @@ def test_the_report_says_what_did_not_hold_and_what_did_not_run(tmp_path, monkey
     assert "AdamW step, gpt2-124m, fresh gradients: time / torch fused" in page
     assert "at most 1.05 ratio of medians" in page
     assert "did not run: optimi is not &lt;installed&gt;" in page
+    assert f"revision {revision}" in page
 
 
 def test_there_is_no_report_on_an_optimizer_whose_tests_fail(tmp_path, monkeypatch, capsys):
@@ -368,7 +371,7 @@ def test_stored_rows_are_judged_as_measured_ones():
     found, names = {}, set()
     for name, check in gates.stored_checks("cuda"):
         if name != "schedulers":  # whose rows were measured by another command
-            table = pd.read_csv(results.RESULTS / f"{name}.csv")
+            table = results.read(results.RESULTS / f"{name}.csv")
             table = report.latest(table[table["device"].str.startswith("NVIDIA")])
             rows = [results.Row(**row) for row in table[list(results.Row.__annotations__)].to_dict("records")]
             found |= check.values(rows)
