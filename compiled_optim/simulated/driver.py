@@ -25,7 +25,7 @@ def driver(arch: int, launched: Callable[..., object] | None = None) -> types.Si
         get_current_stream=lambda device: 0,
         launcher_cls=launcher,
         utils=types.SimpleNamespace(
-            load_binary=lambda name, kernel, shared, device: (name, 1, 0, 0, 1024),
+            load_binary=lambda name, kernel, shared, device: (None, 1, 0, 0, 1024),  # no module that Triton would unload
             get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
         ),
     )

@@ -82,8 +82,9 @@ class Runs:
             exec(compile(source, "inductor_module", "exec"), space)
         space["empty_strided_cuda"] = _empty
         space["reinterpret_tensor"] = lambda tensor, *where: tensor.as_strided(*where)
-        space["copy_if_misaligned"] = lambda tensor: tensor
-        space |= dict.fromkeys(re.findall(r"\bassert_\w+", source), _nothing)  # torch's versions write several
+        # Of these, torch's versions write several.
+        space |= dict.fromkeys(re.findall(r"\bcopy_\w*misaligned", source), lambda tensor: tensor)
+        space |= dict.fromkeys(re.findall(r"\bassert_\w+", source), _nothing)
         space["extern_kernels"] = types.SimpleNamespace(bmm=_nothing)
         call = space["call"]
         return lambda *args: call(list(args))

@@ -108,8 +108,9 @@ def _loaded(source: str, folder: Path) -> Callable[[list[Tensor]], Any]:
     space |= {
         "torch": torch,
         "extern_kernels": torch,
-        "copy_if_misaligned": lambda tensor: tensor,
-        **dict.fromkeys(re.findall(r"\bassert_\w+", text), lambda *_: None),  # torch's versions write several
+        # Of these, torch's versions write several.
+        **dict.fromkeys(re.findall(r"\bcopy_\w*misaligned", text), lambda tensor: tensor),
+        **dict.fromkeys(re.findall(r"\bassert_\w+", text), lambda *_: None),
         "get_raw_stream": lambda _: 0,
         "empty_strided_cuda": lambda size, stride, dtype: torch.empty_strided(size, stride, dtype=dtype),
         "reinterpret_tensor": lambda tensor, *where: tensor.as_strided(*where),
