@@ -19,7 +19,6 @@ from torch import nn
 
 from compiled_optim import optimizers
 from compiled_optim.checkpoint.optimi import COUNTERPARTS
-from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.storage import INT8, MODES
 from compiled_optim.state import StateForm
@@ -188,10 +187,8 @@ def _bytes(kind: type[CompiledOptimizer], dtype: torch.dtype, options: Mapping[s
     declaration, param = kind._declaration, torch.empty(_SIDE, _SIDE, dtype=dtype, device="meta")
     for option in declaration.options:
         option.check(options.get(option.name, option.default))
-    choices: dict[str, Any] = {static.name: static.default for static in declaration.statics}
-    choices |= {hyper.name: hyper.default for hyper in declaration.hypers}
-    choices |= {fact.name: fact.of(param.shape) for fact in declaration.facts}
-    choices |= choices_of(declaration.options, {"params": [param], **options}, 0, 0)
-    form = StateForm(declaration, param, choices, declaration.present_buffers(choices))
+    defaults = {f.name: f.default for f in (*declaration.statics, *declaration.hypers, *declaration.options)}
+    group: dict[str, Any] = {**defaults, **options, "params": [param]}
+    form = StateForm.of_group(declaration, [group], 0, group)(0)  # type: ignore[list-item]
     held = [math.prod(form.shape_of(b)) * form.dtype_of(b).itemsize for b in declaration.buffers if b.name in form.buffers]
     return 2 * dtype.itemsize + sum(held) / param.numel()
