@@ -20,7 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from compiled_optim.groups.parameters import first_three, named_parameters, parameter_name
 from compiled_optim.memory.addresses import Addresses
-from compiled_optim.memory.layout import local
+from compiled_optim.memory.layout import TORCH_TYPES, local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step.engine import Engine
 
@@ -123,8 +123,6 @@ def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> It
 
 
 _REQUIRES_GRAD, _TRAINING, _ABSENT = attrgetter("requires_grad"), attrgetter("training"), object()
-_FLAGS = ("requires_grad of '{}' {} -> {}", "training mode of '{}' {} -> {}", "{} {} -> {}")
-_MODES = ("grad mode", "inference mode", "autocast")
 
 
 class Guards:
@@ -137,7 +135,7 @@ class Guards:
     """
 
     def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
-        self._named = {param: name for o in optimizers for name, param in named_parameters(o.param_groups)}
+        self._updated = {param: name for o in optimizers for name, param in named_parameters(o.param_groups)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Read past the module's own methods, which look at three dicts for every name.
         self._dicts = [entries for m in self._modules for entries in (m._parameters, m._buffers, m._modules)]
@@ -149,15 +147,21 @@ class Guards:
         others: dict[Tensor, str] = {}
         for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
             for key, tensor in entries.items():
-                if isinstance(tensor, Tensor) and tensor not in self._named:
+                if isinstance(tensor, Tensor) and tensor not in self._updated:
                     others.setdefault(tensor, prefix + key)
-        optimized = {p: self._named.get(p, "?") for o in optimizers for p in engine_of(o).params}
-        self.params = optimized | {t: name for t, name in others.items() if isinstance(t, nn.Parameter)}
-        self.updated = len(optimized)
-        self._tensors = optimized | {t: name for t, name in others.items() if _has_address(t)}
-        self._sees_gradients = len(self._tensors) == len(optimized) + len(others)
+        self.params = self._updated | {t: name for t, name in others.items() if isinstance(t, nn.Parameter)}
+        self.updated = len(self._updated)
+        is_one_piece = {t: type(t) in TORCH_TYPES and t.layout is torch.strided for t in others}
+        self._tensors = self._updated | {t: name for t, name in others.items() if is_one_piece[t]}
+        self._sees_gradients = all(is_one_piece.values())
         self.addresses = Addresses([*self._tensors])
         self._places = list(map(tensor_place, self._tensors))
+        named = {
+            "requires_grad": self.params.values(),
+            "training mode": (n or type(m).__name__ for m, n in self._modules.items()),
+        }
+        self._flag_names = [f"{flag} of '{name}'" for flag, names in named.items() for name in names]
+        self._flag_names += ["grad mode", "inference mode", "autocast"]
         self._flags = self._read_flags()
 
     def change(self) -> str:
@@ -171,13 +175,10 @@ class Guards:
             return self._replaced()
         self.addresses.read()
         if self.addresses.moved:
-            places = map(tensor_place, self._tensors)
-            return _first_change("parameter '{}' {} -> {}", self._tensors.values(), self._places, places)
-        if (flags := self._read_flags()) == self._flags:
-            return ""
-        module_names = [name or type(module).__name__ for module, name in self._modules.items()]
-        changes = zip(_FLAGS, (self.params.values(), module_names, _MODES), self._flags, flags, strict=True)
-        return next(_first_change(*change) for change in changes if change[2] != change[3])
+            names = (f"parameter '{name}'" for name in self._tensors.values())
+            return _first_change(names, self._places, map(tensor_place, self._tensors))
+        flags = self._read_flags()
+        return "" if flags == self._flags else _first_change(self._flag_names, self._flags, flags)
 
     @property
     def gradients(self) -> object:
@@ -204,7 +205,7 @@ class Guards:
                 old, new = before.get(key, _ABSENT), entries.get(key, _ABSENT)
                 if new is old:
                     continue
-                if isinstance(old, Tensor) and old in self._named:
+                if isinstance(old, Tensor) and old in self._updated:
                     raise RuntimeError(
                         f"parameter '{prefix}{key}' of the module is no longer the tensor that the optimizer updates (after "
                         "load_state_dict(assign=True)?); make a new optimizer and runner, or load with assign=False"
@@ -213,21 +214,16 @@ class Guards:
                 return f"'{prefix}{key}' of the module {kinds[0]} -> {'another ' * (kinds[0] == kinds[1])}{kinds[1]}"
         return "entries of a module changed their order"
 
-    def _read_flags(self) -> list[list[Any]]:
+    def _read_flags(self) -> list[Any]:
         """Whether parameters require grad, whether modules are in training mode, and torch's modes."""
         kind = next(iter(self.params)).device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast]
-        return [list(map(_REQUIRES_GRAD, self.params)), list(map(_TRAINING, self._modules)), modes]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        return [*map(_REQUIRES_GRAD, self.params), *map(_TRAINING, self._modules), *modes]
 
 
-def _first_change(text: str, names: Iterable[str], old: Iterable[Any], new: Iterable[Any]) -> str:
-    return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
-
-
-def _has_address(tensor: Tensor) -> bool:
-    """Whether a tensor of a module, which may be of any class and layout, is one piece of memory."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+def _first_change(names: Iterable[str], old: Iterable[Any], new: Iterable[Any]) -> str:
+    return next(f"{n} {a} -> {b}" for n, a, b in zip(names, old, new, strict=True) if a != b)
 
 
 @contextlib.contextmanager
@@ -365,7 +361,7 @@ class LiveAutograd:
 
     def adopt(self, params: Iterable[Tensor]) -> None:
         """Take the nodes that exist as made on the stream on which the runner captures."""
-        for notes in map(_notes, filter(_takes_gradient, params)):
+        for _, notes in _notes(params):
             notes[_KEY] = self
 
     @contextlib.contextmanager
@@ -395,8 +391,7 @@ class LiveAutograd:
 
     def _held(self, params: Collection[Tensor]) -> set[Tensor]:
         """Mark the nodes that the runner did not make, and return the parameters whose nodes somebody holds."""
-        torch.clear_autocast_cache()  # nobody holds the weights in it
-        for notes in map(_notes, filter(_takes_gradient, params)):
+        for _, notes in _notes(params):
             if notes.get(_KEY) is not self:
                 notes[_KEY] = _ELSEWHERE
         return _made_elsewhere(params)
@@ -404,14 +399,12 @@ class LiveAutograd:
 
 def _made_elsewhere(params: Iterable[Tensor]) -> set[Tensor]:
     """The parameters with marked nodes; a mark is gone with its node."""
-    torch.clear_autocast_cache()
-    return {p for p in params if _takes_gradient(p) and _notes(p).get(_KEY) == _ELSEWHERE}
+    torch.clear_autocast_cache()  # nobody holds the weights in it
+    return {param for param, notes in _notes(params) if notes.get(_KEY) == _ELSEWHERE}
 
 
-def _notes(param: Tensor) -> dict[str, Any]:
-    """The metadata of the node of a parameter, which is made where there is none."""
-    return cast("dict[str, Any]", get_gradient_edge(param).node.metadata)
-
-
-def _takes_gradient(param: Tensor) -> bool:
-    return param.requires_grad and param.is_leaf
+def _notes(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Each parameter that takes gradients, with the metadata of its node, which is made where there is none."""
+    for param in params:
+        if param.requires_grad and param.is_leaf:
+            yield param, cast("dict[str, Any]", get_gradient_edge(param).node.metadata)
