@@ -189,13 +189,8 @@ class GradientRelease:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.cap = 0.0
-        self._waiting: dict[int, _Waiting] = {}  # by id
-        self._bytes = 0
         self._zeroed = engine.zeroed  # as it was when this looked last
-        self._taken: set[int] = set()  # ids of the parameters that this step has taken
-        self._has_begun = False  # whether some are updated
-        self._open: set[int] = set()  # the numbers of backwards that have not ended
-        self._last: dict[torch.device, torch.Stream] = {}  # where the last update of this step ran
+        self._forget()
 
     @property
     def engine(self) -> Engine | None:
@@ -281,9 +276,12 @@ class GradientRelease:
         self._zeroed = engine.zeroed
 
     def _forget(self) -> None:
-        self._bytes, self._has_begun = 0, False
-        for collection in (self._waiting, self._taken, self._open, self._last):
-            collection.clear()
+        self._waiting: dict[int, _Waiting] = {}  # by id
+        self._bytes = 0
+        self._taken: set[int] = set()  # ids of the parameters that this step has taken
+        self._has_begun = False  # whether some are updated
+        self._open: set[int] = set()  # the numbers of backwards that have not ended
+        self._last: dict[torch.device, torch.Stream] = {}  # where the last update of this step ran
 
     @outside_dynamo
     def _end(self, number: int) -> None:
