@@ -20,6 +20,7 @@ from torch import nn
 from compiled_optim import optimizers
 from compiled_optim.checkpoint.optimi import COUNTERPARTS
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper, Option, Static
 from compiled_optim.rule.storage import INT8, MODES
 from compiled_optim.state import StateForm
 
@@ -187,8 +188,8 @@ def _bytes(kind: type[CompiledOptimizer], dtype: torch.dtype, options: Mapping[s
     declaration, param = kind._declaration, torch.empty(_SIDE, _SIDE, dtype=dtype, device="meta")
     for option in declaration.options:
         option.check(options.get(option.name, option.default))
-    defaults = {f.name: f.default for f in (*declaration.statics, *declaration.hypers, *declaration.options)}
-    group: dict[str, Any] = {**defaults, **options, "params": [param]}
+    group = {f.name: f.default for of_kind in (Hyper, Static, Option) for f in kind._fields_of(of_kind)}
+    group |= {**options, "params": [param]}
     form = StateForm.of_group(declaration, [group], 0, group)(0)  # type: ignore[list-item]
     held = [math.prod(form.shape_of(b)) * form.dtype_of(b).itemsize for b in declaration.buffers if b.name in form.buffers]
     return 2 * dtype.itemsize + sum(held) / param.numel()
