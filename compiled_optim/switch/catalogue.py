@@ -117,7 +117,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
         kind,
         doc.partition("\n")[0],
         tuple(dict.fromkeys(_SOURCES.findall(doc.partition("\nArgs:")[0]))),
-        _kind(kind),
+        "closure" if not hasattr(kind, "_rule") else "sparse" if kind._gradients == "sparse" else kind._granularity,
         tuple(Argument(p.name, p.default, said.get(p.name, "")) for p in signature.values() if p.name != "params"),
         tuple(kind._state_names()),
         _bytes_by_precision(kind),
@@ -154,12 +154,6 @@ def _in_file(file: str) -> Iterator[tuple[str, type[CompiledOptimizer]]]:
 
 def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
-
-
-def _kind(kind: type[CompiledOptimizer]) -> str:
-    if not hasattr(kind, "_rule"):
-        return "closure"
-    return "sparse" if kind._gradients == "sparse" else kind._granularity
 
 
 def _bytes_by_precision(kind: type[CompiledOptimizer]) -> dict[str, float]:
