@@ -91,7 +91,14 @@ def prepare_for_gradient_release(
     release = engine.release if isinstance(engine.release, GradientRelease) else GradientRelease(engine)
     refuse_whole(_WHERE, engine.assigned)
     for name, param in params.items():
-        _check_hooks(name, param, release, ignore_existing_hooks)
+        own = _releases(param)
+        if any(other is not release and other.engine is not None for other in own.values()):
+            raise ValueError(f"'{name}' is released for another optimizer; call co.remove_gradient_release(model) first")
+        if len(own) < len(_hooks(param)) and not ignore_existing_hooks:
+            raise ValueError(
+                f"'{name}' has a post-accumulate-grad hook, which may want its gradient; pass ignore_existing_hooks=True if "
+                "it may find it freed or used"
+            )
     release.cap = cap
     engine.release = release
     for param in params.values():
@@ -147,18 +154,6 @@ def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tens
     if params := {name: param for name, param in named_parameters(optimizer.param_groups) if id(param) in own}:
         return params
     raise ValueError(f"{kind} has none of the model's parameters that require gradients")
-
-
-def _check_hooks(name: str, param: Tensor, release: GradientRelease, ignore_existing: bool) -> None:
-    """Raise ``ValueError`` where somebody else has a hook on ``param``."""
-    own = _releases(param)
-    if any(other is not release and other.engine is not None for other in own.values()):
-        raise ValueError(f"'{name}' is released for another optimizer; call co.remove_gradient_release(model) first")
-    if len(own) < len(_hooks(param)) and not ignore_existing:
-        raise ValueError(
-            f"'{name}' has a post-accumulate-grad hook, which may want its gradient; pass ignore_existing_hooks=True if it "
-            "may find it freed or used"
-        )
 
 
 def _hooks(param: Tensor) -> dict[int, Any]:
