@@ -1,7 +1,4 @@
-"""What a captured graph assumes and does not read again, and what changed since: in words, with names.
-
-Gradients are a part of it: a training step drops some, finds some and leaves some.
-"""
+"""What a captured graph assumes and does not read again, and what changed since: in words, with names."""
 
 from __future__ import annotations
 
@@ -138,14 +135,13 @@ class Guards:
         self._updated = {param: name for o in optimizers for name, param in named_parameters(o.param_groups)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Read past the module's own methods, which look at three dicts for every name.
-        self._dicts = [entries for m in self._modules for entries in (m._parameters, m._buffers, m._modules)]
-        self._prefixes = [f"{name}." if name else "" for name in self._modules.values() for _ in range(3)]
-        self._snapshots = [dict(entries) for entries in self._dicts]
-        self._full = list(filter(None, self._dicts))
-        self._empty = [entries for entries in self._dicts if not entries]
+        dicts = [(name, entries) for m, name in self._modules.items() for entries in (m._parameters, m._buffers, m._modules)]
+        self._dicts = [(f"{name}." if name else "", entries, dict(entries)) for name, entries in dicts]  # as they are now
+        self._full = [entries for _, entries in dicts if entries]
+        self._empty = [entries for _, entries in dicts if not entries]
         self._contents = self._read_contents()
         others: dict[Tensor, str] = {}
-        for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
+        for prefix, entries, _ in self._dicts:
             for key, tensor in entries.items():
                 if isinstance(tensor, Tensor) and tensor not in self._updated:
                     others.setdefault(tensor, prefix + key)
@@ -191,7 +187,7 @@ class Guards:
 
     def put_back(self) -> None:
         """Let the modules hold what they held."""
-        for entries, before in zip(self._dicts, self._snapshots, strict=True):
+        for _, entries, before in self._dicts:
             if list(entries) != list(before) or not all(map(is_, entries.values(), before.values())):
                 entries.clear()
                 entries.update(before)
@@ -200,7 +196,7 @@ class Guards:
         return list(chain.from_iterable(map(dict.values, self._full)))
 
     def _replaced(self) -> str:
-        for prefix, entries, before in zip(self._prefixes, self._dicts, self._snapshots, strict=True):
+        for prefix, entries, before in self._dicts:
             for key in {**before, **entries}:
                 old, new = before.get(key, _ABSENT), entries.get(key, _ABSENT)
                 if new is old:
@@ -234,7 +230,7 @@ def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
     """
     runs = [engine.runs for engine in engines]
     params = [p for engine in engines for p in engine.params]
-    seen = [_seen(p.grad) for p in params]
+    seen = [(None, 0) if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in params]
     places: set[int] = set()  # in ``params``: Dynamo traces what follows, and knows no sets of tensors
     dropped: set[Tensor] = set()
 
@@ -259,93 +255,6 @@ def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
         dropped.update(params[place] for place in places)
         for engine in engines:
             engine.note_zero_grad = None
-
-
-def _seen(grad: Tensor | None) -> tuple[weakref.ref[Tensor] | None, int]:
-    """A value that changes when a gradient is replaced or written."""
-    return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
-
-
-class CapturedGradients:
-    """Which gradients a captured training step found, and which it left.
-
-    ``zero_grad`` may drop a gradient before anything is added to it. The value of such a gradient does not matter, and the
-    capture finds None in its place. Any other gradient is read, or added to, where the capture found it, so the gradient
-    that a parameter has later is copied to there. A parameter that no optimizer of the step updates matters only if the step
-    changes its gradient.
-
-    The step's optimizers update the first ``updated`` of ``params``, which has their names. ``cleared`` are the parameters
-    whose gradients the function drops, as far as is known before the capture.
-    """
-
-    def __init__(self, params: Mapping[Tensor, str], updated: int, cleared: Collection[Tensor]) -> None:
-        self._params, self._updated, self._cleared = params, updated, cleared
-        self._originals: list[Tensor | None] = [p.grad for p in params]
-        for param in params:
-            if param in cleared:
-                param.grad = None
-        self._found = [(p.grad, _seen(p.grad)[1]) for p in params]
-        self._dropped: Collection[Tensor] = ()
-        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and where the graph reads their gradients
-        self._left: list[tuple[Tensor, Tensor | None]] = []
-        self.repeats = True  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
-
-    def leave(self, dropped: Collection[Tensor]) -> None:
-        """Note what the captured step left; it ``dropped`` the gradients of these parameters."""
-        self._dropped = dropped
-        for i, (param, (found, version)) in enumerate(zip(self._params, self._found, strict=True)):
-            left = param.grad
-            if i < self._updated or left is not found or (found is not None and found._version != version):
-                self._left.append((param, left))
-                if param not in dropped:
-                    self._read.append((param, found))
-                    self.repeats &= left is found
-
-    def accept(self) -> None:
-        """Let go of gradients that nobody reads again, or raise ``RuntimeError`` if one that other calls drop was kept."""
-        for param, name in self._params.items():
-            if param in self._cleared and param not in self._dropped:
-                raise RuntimeError(
-                    f"the function drops the gradient of '{name}' in some calls and in others does not; a graph can only "
-                    "do the same in every call"
-                )
-        self._originals, self._found = [], []
-
-    def put_back(self) -> None:
-        """Let every parameter have the gradient that it had before a capture that failed."""
-        for param, original in zip(self._params, self._originals, strict=True):
-            param.grad = original
-
-    def change(self) -> str:
-        """Which parameter's gradient is not what the graph finds; empty if all are, or were copied to where it reads."""
-        copied: list[tuple[Tensor, Tensor]] = []
-        for param, found in self._read:  # none where the function drops its gradients first
-            grad = param.grad
-            if grad is found:
-                continue
-            if grad is None or found is None or not _fits(grad, found):
-                return f"gradient of '{self._params[param]}' {gradient_place(found)} -> {gradient_place(grad)}"
-            copied.append((found, grad))
-        with torch.no_grad():
-            for found, grad in copied:
-                if found.is_sparse:
-                    found._indices().copy_(grad._indices())
-                    found._values().copy_(grad._values())
-                else:
-                    found.copy_(grad)
-        return ""
-
-    def hand_out(self) -> None:
-        """Give every parameter the gradient that the step leaves, as its Python would have."""
-        for param, left in self._left:
-            if param.grad is not left:
-                param.grad = left
-
-
-def _fits(grad: Tensor, found: Tensor) -> bool:
-    if grad.shape != found.shape or grad.layout != found.layout:
-        return False
-    return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())
 
 
 _KEY = "compiled_optim.capture"  # in the metadata of a node, which live as long as it does

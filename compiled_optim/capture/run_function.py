@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compiled_optim.capture.graph import CudaGraph, Run, graph_of
-from compiled_optim.capture.guards import CapturedGradients, Guards, LiveAutograd, watching_zero_grad
+from compiled_optim.capture.guards import Guards, LiveAutograd, gradient_place, watching_zero_grad
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.step.engine import Engine, recorded_by_runner
@@ -146,28 +146,45 @@ def _detached(output: Any) -> Any:
 class RecordedStep:
     """What the capture of a training step of ``engines`` found and left outside of the graph, and its outputs.
 
-    The capture finds what the ``guards`` saw. The step is known to drop the gradients of ``dropped``.
+    The capture finds what the ``guards`` saw. ``zero_grad`` may drop a gradient before anything is added to it. The value of
+    such a gradient does not matter, and the capture finds None in its place: so for the parameters in ``cleared``, whose
+    gradients the function drops, as far as is known before the capture. Any other gradient is read, or added to, where the
+    capture found it, so the gradient that a parameter has later is copied to there. A parameter that no optimizer of the
+    step updates matters only if the step changes its gradient.
     """
 
     outputs: Any = None  # of the function, which every replay writes
 
-    def __init__(self, engines: Sequence[Engine], guards: Guards, dropped: Collection[Tensor]) -> None:
-        self._engines, self._guards = engines, guards
-        self._gradients = CapturedGradients(guards.params, guards.updated, dropped)
+    def __init__(self, engines: Sequence[Engine], guards: Guards, cleared: Collection[Tensor]) -> None:
+        self._engines, self._guards, self._cleared = engines, guards, cleared
         self._runs = [engine.runs for engine in self._engines]
         self._param_versions = [p._version for p in guards.params]
         self._hypers = list(map(_hypers_of, engines))
+        self._originals: list[Tensor | None] = [p.grad for p in guards.params]
+        for param in guards.params:
+            if param in cleared:
+                param.grad = None
+        self._found = [(p.grad, 0 if p.grad is None else p.grad._version) for p in guards.params]
+        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and where the graph reads their gradients
+        self._left: list[tuple[Tensor, Tensor | None]] = []
+        self._repeats = True  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
         self._settled: object = None  # the gradients, as the guards saw them, when nothing was to be done about them
 
     @contextlib.contextmanager
     def capturing(self, launches: Sequence[int]) -> Iterator[None]:
-        """Watch a capture of so many launches of each optimizer."""
+        """Watch a capture of so many launches of each optimizer, and note what it leaves."""
         with contextlib.ExitStack() as stack:
-            dropped = stack.enter_context(watching_zero_grad(self._engines))
+            self._dropped = stack.enter_context(watching_zero_grad(self._engines))
             for engine, count in zip(self._engines, launches, strict=True):
                 stack.enter_context(graph_of(engine.step).reserve(count))
             yield
-        self._gradients.leave(dropped)
+        for i, (param, (found, version)) in enumerate(zip(self._guards.params, self._found, strict=True)):
+            left = param.grad
+            if i < self._guards.updated or left is not found or (found is not None and found._version != version):
+                self._left.append((param, left))
+                if param not in self._dropped:
+                    self._read.append((param, found))
+                    self._repeats &= left is found
         versions = zip(self._guards.params, self._param_versions, strict=True)
         self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
@@ -194,20 +211,45 @@ class RecordedStep:
             raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
         if change := self._guards.change():
             raise RuntimeError(f"the function changes in Python what a replay cannot change again: {change}")
-        self._gradients.accept()
+        for param, name in self._guards.params.items():
+            if param in self._cleared and param not in self._dropped:
+                raise RuntimeError(
+                    f"the function drops the gradient of '{name}' in some calls and in others does not; a graph can only "
+                    "do the same in every call"
+                )
+        self._originals, self._found = [], []  # which nobody reads again
 
     def undo(self) -> None:
         """Put back gradients, and what modules hold, after a capture that failed."""
-        self._gradients.put_back()
+        for param, original in zip(self._guards.params, self._originals, strict=True):
+            param.grad = original
         self._guards.put_back()
 
     def change(self) -> str:
-        """The change that the graph cannot follow, with old and new value; empty if there is none."""
+        """The change that the graph cannot follow, with old and new value; empty if there is none.
+
+        Gradients are copied to where the graph reads them.
+        """
         change = self._guards.change()
-        if change or (self._gradients.repeats and self._guards.gradients == self._settled):
+        if change or (self._repeats and self._guards.gradients == self._settled):
             return change
         self._settled = None
-        return self._gradients.change()
+        copied: list[tuple[Tensor, Tensor]] = []
+        for param, found in self._read:  # none where the function drops its gradients first
+            grad = param.grad
+            if grad is found:
+                continue
+            if grad is None or found is None or not _fits(grad, found):
+                return f"gradient of '{self._guards.params[param]}' {gradient_place(found)} -> {gradient_place(grad)}"
+            copied.append((found, grad))
+        with torch.no_grad():
+            for found, grad in copied:
+                if found.is_sparse:
+                    found._indices().copy_(grad._indices())
+                    found._values().copy_(grad._values())
+                else:
+                    found.copy_(grad)
+        return ""
 
     def follow(self) -> bool:
         """Hand over what was assigned since the last call; False if a graph of another step is needed."""
@@ -216,7 +258,9 @@ class RecordedStep:
     def replayed(self) -> None:
         """Do what the function's Python would have done besides."""
         if self._settled is None:
-            self._gradients.hand_out()
+            for param, left in self._left:
+                if param.grad is not left:
+                    param.grad = left
             self._guards.addresses.read()
             self._settled = self._guards.gradients
         self._guards.addresses.finish()
@@ -226,6 +270,12 @@ class RecordedStep:
 
     def _followed(self) -> list[tuple[object, ...] | None]:
         return list(map(followed, self._engines, self._scalers))
+
+
+def _fits(grad: Tensor, found: Tensor) -> bool:
+    if grad.shape != found.shape or grad.layout != found.layout:
+        return False
+    return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())
 
 
 def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[object, ...] | None:
