@@ -130,7 +130,7 @@ class Run:
 
     def _common_device(self) -> torch.device:
         placed: dict[torch.device, str] = {
-            param.device: name for o in self.optimizers for name, param in named_parameters(o.param_groups)
+            param.device: name for engine in self._engines for name, param in named_parameters(engine.groups)
         }
         if len(placed) != 1:
             where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())
@@ -180,13 +180,13 @@ class Run:
         stale.release()
 
     def _note_capture(self) -> None:
-        self._guards = list(map(guards_of, self.optimizers))
+        self._guards = list(map(guards_of, self._engines))
         for engine in self._engines:
             engine.log.captures.append(self._cause)
 
     def _explain(self) -> str:
         """Why the graph is stale."""
-        found = map(differences, self._guards, map(guards_of, self.optimizers))
+        found = map(differences, self._guards, map(guards_of, self._engines))
         return next(filter(None, found), "tables were made anew")
 
     def release(self) -> None:

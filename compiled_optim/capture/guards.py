@@ -18,24 +18,22 @@ from torch.autograd.graph import get_gradient_edge
 from compiled_optim.groups.parameters import first_three, named_parameters, parameter_name
 from compiled_optim.memory.addresses import Addresses
 from compiled_optim.memory.layout import TORCH_TYPES, local
-from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step.engine import Engine
 
 
-def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
-    """Everything about ``optimizer`` whose change makes a graph of its step stale, by name."""
-    engine = engine_of(optimizer)
-    bound, devices = optimizer.max_grad_norm, () if engine.step is None else engine.step.devices
+def guards_of(engine: Engine) -> dict[str, str]:
+    """Everything about an optimizer whose change makes a graph of its step stale, by name."""
+    bound, devices = engine.assigned["max_grad_norm"], () if engine.step is None else engine.step.devices
     if isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices):
         clips = tensor_place(bound)  # the graph holds the copying of it
     else:
         clips = "off" if bound is None else "on"
-    guards = {"max_grad_norm": clips, "skip_nonfinite": str(optimizer.skip_nonfinite)}
+    guards = {"max_grad_norm": clips, "skip_nonfinite": str(engine.assigned["skip_nonfinite"])}
     for (i, name), (_, function) in engine.schedules.functions.items():
         guards[f"schedule of param_groups[{i}][{name!r}]"] = (
             f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
         )
-    for i, group in enumerate(optimizer.param_groups):
+    for i, group in enumerate(engine.groups):
         kind = getattr(group, "kind", engine.kind)  # somebody may have put a plain dict there
         declared, added = kind._declaration, kind._added_choices()
         label = f"param_groups[{i}]"
@@ -131,8 +129,8 @@ class Guards:
         addresses: of the parameters, their gradients, and other tensors of the modules; :meth:`change` reads them.
     """
 
-    def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
-        self._updated = {param: name for o in optimizers for name, param in named_parameters(o.param_groups)}
+    def __init__(self, engines: Sequence[Engine], modules: Iterable[nn.Module]) -> None:
+        self._updated = {param: name for engine in engines for name, param in named_parameters(engine.groups)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Read past the module's own methods, which look at three dicts for every name.
         dicts = [(name, entries) for m, name in self._modules.items() for entries in (m._parameters, m._buffers, m._modules)]

@@ -40,7 +40,7 @@ class FunctionRun(Run):
         self._clone_outputs = clone_outputs
         self._autograd = LiveAutograd()
         if stream is not None:
-            self._autograd.adopt(Guards(optimizers, modules).params)
+            self._autograd.adopt(Guards(self._engines, modules).params)
         self._dropped: set[Tensor] = set()  # parameters whose gradients the last warm-up dropped
         self._launches: list[int] = []  # of each optimizer in the last warm-up
         self._forget()
@@ -93,12 +93,12 @@ class FunctionRun(Run):
         """Run the function as it is, and note what its capture is to find."""
         self._pending = max(self._pending - 1, 0)
         launches = [engine.launches for engine in self._engines]
-        params = Guards(self.optimizers, self._modules).params
+        params = Guards(self._engines, self._modules).params
         with self._autograd.watching(params), watching_zero_grad(self._engines) as dropped:
             outputs = graph.warm_up(self._call)
         self._dropped = dropped
         self._launches = [engine.launches - before for engine, before in zip(self._engines, launches, strict=True)]
-        self._warmed = Guards(self.optimizers, self._modules)
+        self._warmed = Guards(self._engines, self._modules)
         return outputs
 
     def _is_settled(self) -> bool:
