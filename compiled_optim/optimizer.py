@@ -270,7 +270,7 @@ class CompiledOptimizer(Declared, Optimizer):
             traced.ask(self._engine.key, "preallocate_for_graphs")
         else:
             self._engine.current()
-            self._engine.zeroed += backward_number() < 0
+            self._engine.is_zeroed |= backward_number() < 0
         if set_to_none and self._engine.note_zero_grad is not None:
             self._engine.note_zero_grad(self._engine)
         for param in self._engine.params:

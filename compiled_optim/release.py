@@ -184,7 +184,6 @@ class GradientRelease:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.cap = 0.0
-        self._zeroed = engine.zeroed  # as it was when this looked last
         self._forget()
 
     @property
@@ -266,9 +265,9 @@ class GradientRelease:
 
     def _look_for_zero_grad(self, engine: Engine) -> None:
         """Begin anew if ``opt.zero_grad()`` was called after a backward that failed."""
-        if self._zeroed != engine.zeroed and (self._open or self._waiting):
+        if engine.is_zeroed and (self._open or self._waiting):
             self._forget()
-        self._zeroed = engine.zeroed
+        engine.is_zeroed = False
 
     def _forget(self) -> None:
         self._waiting: dict[int, _Waiting] = {}  # by id
