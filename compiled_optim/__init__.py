@@ -27,10 +27,8 @@ The parts are floors of a house: a module imports only from its own floor and fr
 """
 
 import importlib
-import pkgutil
 from typing import TYPE_CHECKING, Any
 
-from compiled_optim import optimizers
 from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
@@ -48,7 +46,7 @@ from compiled_optim.state_dicts import (
 )
 from compiled_optim.step.numerics import NumericsReport
 from compiled_optim.step_file import load_step, save_step
-from compiled_optim.switch.catalogue import OptimizerInfo, create, list_optimizers, optimizer_info
+from compiled_optim.switch.catalogue import OptimizerInfo, create, list_optimizers, named, optimizer_info
 from compiled_optim.switch.from_torch import from_torch
 
 if TYPE_CHECKING:
@@ -141,11 +139,10 @@ if not TYPE_CHECKING:  # to type checkers, every name would be one of the module
 
     def __getattr__(name: str) -> Any:
         """An optimizer, or ``mup``, imported when it is asked for: few programs use many, and each takes time to be made."""
-        files = {module.name.replace("_", ""): module.name for module in pkgutil.iter_modules(optimizers.__path__)}
-        if name not in __all__ or name.lower() not in files:
+        if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        module = importlib.import_module(f"compiled_optim.optimizers.{files[name.lower()]}")
-        globals()[name] = found = module if name == "mup" else getattr(module, name)
+        found = importlib.import_module("compiled_optim.optimizers.mup") if name == "mup" else named(name)[1]
+        globals()[name] = found
         return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -21,11 +21,10 @@ _HEADS = ("lm_head", "head", "output", "classifier", "fc", "score")  # what mode
 
 
 class Listed(NamedTuple):
-    """A tensor of a model, with all of its names and the modules that it is in."""
+    """A tensor of a model, with all of its names."""
 
     tensor: Tensor
     names: list[str]
-    owners: list[nn.Module]
 
 
 def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -76,7 +75,7 @@ def listed_parameters(model: Model) -> dict[str, Listed]:
         raise TypeError("model must be a module, or names and parameters: pairs, as named_parameters() gives, or a dict")
     if foreign := [name for name, tensor in zip(names, tensors, strict=True) if not isinstance(tensor, Tensor)]:
         raise TypeError(f"'{foreign[0]}' of the model is no tensor")
-    return _by_first_name((name, tensor, []) for name, tensor in zip(names, tensors, strict=True))
+    return _by_first_name(zip(names, tensors, strict=True))
 
 
 def roles(model: nn.Module) -> dict[int, str]:
@@ -139,9 +138,11 @@ def to_low_precision(
     _check_dtype(dtype, "dtype")
     dtypes = _dtypes_by_key(keep)
     listed = _by_first_name(_entries(model))
+    kinds = [key for key in dtypes if isinstance(key, type)]
+    inside = {key: {id(t) for m in model.modules() if isinstance(m, key) for _, t in _entries(m)} for key in kinds}
 
     def is_kept(key: Key, entry: Listed) -> bool:
-        return matches(key, entry.names) if isinstance(key, str) else any(isinstance(owner, key) for owner in entry.owners)
+        return matches(key, entry.names) if isinstance(key, str) else id(entry.tensor) in inside[key]
 
     def differ(first: Key, second: Key) -> bool:
         return dtypes[first] != dtypes[second]
@@ -163,25 +164,17 @@ def to_low_precision(
     return model
 
 
-def _entries(
-    module: nn.Module, prefix: str = "", above: Sequence[nn.Module] = ()
-) -> Iterator[tuple[str, Tensor, list[nn.Module]]]:
-    """The parameters and buffers of ``module``, each with its name after ``prefix`` and the modules that it is in."""
-    owners = [*above, module]
-    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
-        if tensor is not None:
-            yield prefix + name, tensor, owners
-    for name, child in module._modules.items():
-        if child is not None:
-            yield from _entries(child, f"{prefix}{name}.", owners)
+def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters and buffers of ``module``, under all of their names."""
+    for prefix, each in module.named_modules(remove_duplicate=False):
+        yield from each.named_parameters(prefix, recurse=False, remove_duplicate=False)
+        yield from each.named_buffers(prefix, recurse=False, remove_duplicate=False)
 
 
-def _by_first_name(entries: Iterable[tuple[str, Tensor, list[nn.Module]]]) -> dict[str, Listed]:
+def _by_first_name(entries: Iterable[tuple[str, Tensor]]) -> dict[str, Listed]:
     found: dict[int, Listed] = {}
-    for name, tensor, owners in entries:
-        entry = found.setdefault(id(tensor), Listed(tensor, [], []))
-        entry.names.append(name)
-        entry.owners.extend(owners)
+    for name, tensor in entries:
+        found.setdefault(id(tensor), Listed(tensor, [])).names.append(name)
     listed: dict[str, Listed] = {}
     for entry in found.values():
         if listed.setdefault(entry.names[0], entry) is not entry:

@@ -270,19 +270,15 @@ class CompiledOptimizer(Declared, Optimizer):
             traced.ask(self._engine.key, "preallocate_for_graphs")
         else:
             self._engine.current()
-            self._engine.zeroed += backward_number() < 0
+            self._engine.is_zeroed |= backward_number() < 0
         if set_to_none and self._engine.note_zero_grad is not None:
             self._engine.note_zero_grad(self._engine)
         for param in self._engine.params:
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
             elif param.grad is not None:
-                if param.grad.requires_grad and torch.compiler.is_compiling():
+                if param.grad.requires_grad:
                     param.grad = param.grad.detach()
-                elif param.grad.grad_fn is not None:
-                    param.grad.detach_()
-                else:
-                    param.grad.requires_grad_(False)
                 param.grad.zero_()
 
     @property
@@ -611,13 +607,9 @@ def _assigned(name: str, meaning: str) -> Any:
         except KeyError:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
 
-    def write(self: CompiledOptimizer, value: Any) -> None:
-        self._engine.assign(name, value)
-
-    def delete(self: CompiledOptimizer) -> None:
-        self._engine.unassign(name)
-
-    return property(read, write, delete, meaning)
+    return property(
+        read, lambda self, value: self._engine.assign(name, value), lambda self: self._engine.unassign(name), meaning
+    )
 
 
 for _name, _meaning in {
@@ -713,16 +705,9 @@ def prepare_load(
         replaced = pre_hook(optimizer, saved)
         saved = saved if replaced is None else replaced
     engine = optimizer._engine
-
-    def prepare(saved: Mapping[str, Any]) -> PreparedLoad:
-        groups, state, aliases = engine.distinct_groups, engine.state, engine.aliases
-        return checkpoint.prepare_load(engine.kinds, groups, state, aliases, saved, strict, hyperparameters)
-
-    load = engine.current().prepare_load(saved, prepare)
-
-    def note_load() -> None:
-        for watch in optimizer._watchable().watches.values() if engine.is_watching else ():
-            watch.note_load()
-
-    load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]
+    step, groups = engine.current(), engine.distinct_groups
+    prepare = functools.partial(checkpoint.prepare_load, engine.kinds, groups, engine.state, engine.aliases)
+    load = step.prepare_load(saved, functools.partial(prepare, strict=strict, hyperparameters=hyperparameters))
+    watches = step.watches.values() if isinstance(step, RuleStep) else ()
+    load.afterwards += [engine.accumulated.forget, engine.note_names, *(watch.note_load for watch in watches)]
     return load

@@ -91,7 +91,14 @@ def prepare_for_gradient_release(
     release = engine.release if isinstance(engine.release, GradientRelease) else GradientRelease(engine)
     refuse_whole(_WHERE, engine.assigned)
     for name, param in params.items():
-        _check_hooks(name, param, release, ignore_existing_hooks)
+        own = _releases(param)
+        if any(other is not release and other.engine is not None for other in own.values()):
+            raise ValueError(f"'{name}' is released for another optimizer; call co.remove_gradient_release(model) first")
+        if len(own) < len(_hooks(param)) and not ignore_existing_hooks:
+            raise ValueError(
+                f"'{name}' has a post-accumulate-grad hook, which may want its gradient; pass ignore_existing_hooks=True if "
+                "it may find it freed or used"
+            )
     release.cap = cap
     engine.release = release
     for param in params.values():
@@ -149,18 +156,6 @@ def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tens
     raise ValueError(f"{kind} has none of the model's parameters that require gradients")
 
 
-def _check_hooks(name: str, param: Tensor, release: GradientRelease, ignore_existing: bool) -> None:
-    """Raise ``ValueError`` where somebody else has a hook on ``param``."""
-    own = _releases(param)
-    if any(other is not release and other.engine is not None for other in own.values()):
-        raise ValueError(f"'{name}' is released for another optimizer; call co.remove_gradient_release(model) first")
-    if len(own) < len(_hooks(param)) and not ignore_existing:
-        raise ValueError(
-            f"'{name}' has a post-accumulate-grad hook, which may want its gradient; pass ignore_existing_hooks=True if it "
-            "may find it freed or used"
-        )
-
-
 def _hooks(param: Tensor) -> dict[int, Any]:
     hooks: dict[int, Any] | None = param._post_accumulate_grad_hooks
     return {} if hooks is None else hooks
@@ -189,13 +184,7 @@ class GradientRelease:
     def __init__(self, engine: Engine) -> None:
         self._engine = weakref.ref(engine)
         self.cap = 0.0
-        self._waiting: dict[int, _Waiting] = {}  # by id
-        self._bytes = 0
-        self._zeroed = engine.zeroed  # as it was when this looked last
-        self._taken: set[int] = set()  # ids of the parameters that this step has taken
-        self._has_begun = False  # whether some are updated
-        self._open: set[int] = set()  # the numbers of backwards that have not ended
-        self._last: dict[torch.device, torch.Stream] = {}  # where the last update of this step ran
+        self._forget()
 
     @property
     def engine(self) -> Engine | None:
@@ -276,14 +265,17 @@ class GradientRelease:
 
     def _look_for_zero_grad(self, engine: Engine) -> None:
         """Begin anew if ``opt.zero_grad()`` was called after a backward that failed."""
-        if self._zeroed != engine.zeroed and (self._open or self._waiting):
+        if engine.is_zeroed and (self._open or self._waiting):
             self._forget()
-        self._zeroed = engine.zeroed
+        engine.is_zeroed = False
 
     def _forget(self) -> None:
-        self._bytes, self._has_begun = 0, False
-        for collection in (self._waiting, self._taken, self._open, self._last):
-            collection.clear()
+        self._waiting: dict[int, _Waiting] = {}  # by id
+        self._bytes = 0
+        self._taken: set[int] = set()  # ids of the parameters that this step has taken
+        self._has_begun = False  # whether some are updated
+        self._open: set[int] = set()  # the numbers of backwards that have not ended
+        self._last: dict[torch.device, torch.Stream] = {}  # where the last update of this step ran
 
     @outside_dynamo
     def _end(self, number: int) -> None:

@@ -118,7 +118,7 @@ class Run:
     def __init__(
         self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int, stream: torch.Stream | None
     ) -> None:
-        self._optimizers = list(optimizers)
+        self.optimizers = list(optimizers)
         self._engines = [engine_of(o) for o in optimizers]
         self._stream = stream
         self._device = self._common_device()
@@ -127,15 +127,10 @@ class Run:
         self._cause = ""  # of the next capture
         self._pending = warmup  # calls that run as usual before it
         self._recaptures = self._left = recaptures
-        self.released = False
-
-    @property
-    def _captured(self) -> bool:
-        return bool(self._guards)
 
     def _common_device(self) -> torch.device:
         placed: dict[torch.device, str] = {
-            param.device: name for o in self._optimizers for name, param in named_parameters(o.param_groups)
+            param.device: name for engine in self._engines for name, param in named_parameters(engine.groups)
         }
         if len(placed) != 1:
             where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())
@@ -144,7 +139,7 @@ class Run:
 
     def _has_moved(self) -> bool:
         """Whether the first parameter is on another device."""
-        params = (param for o in self._optimizers for _, param in named_parameters(o.param_groups))
+        params = (param for o in self.optimizers for _, param in named_parameters(o.param_groups))
         return next((param.device for param in params), self._device) != self._device
 
     def _follow_device(self) -> None:
@@ -185,18 +180,17 @@ class Run:
         stale.release()
 
     def _note_capture(self) -> None:
-        self._guards = list(map(guards_of, self._optimizers))
+        self._guards = list(map(guards_of, self._engines))
         for engine in self._engines:
             engine.log.captures.append(self._cause)
 
     def _explain(self) -> str:
         """Why the graph is stale."""
-        found = map(differences, self._guards, map(guards_of, self._optimizers))
+        found = map(differences, self._guards, map(guards_of, self._engines))
         return next(filter(None, found), "tables were made anew")
 
     def release(self) -> None:
         """Free the graph; the run is of no use then."""
-        self.released, self._guards = True, []
         if self._graph is not None:
             self._graph.release()
 
@@ -208,36 +202,29 @@ class StepRun(Run):
 
     _key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
 
-    @property
-    def optimizer(self) -> CompiledOptimizer:
-        """Whose step it is."""
-        return self._optimizers[0]
-
     def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
         """One step with its launches replayed; ``scaler`` is what a gradient scaler handed over."""
-        (engine,) = self._engines
+        (engine,), (optimizer,) = self._engines, self.optimizers
         for name, value in scaler.items():
-            setattr(self.optimizer, name, value)
+            setattr(optimizer, name, value)
         try:
             engine.launcher = self._launch
-            return self.optimizer.step(closure)
+            return optimizer.step(closure)
         finally:
             engine.launcher = None
             for name in scaler:
-                delattr(self.optimizer, name)
+                delattr(optimizer, name)
 
     def _launch(self, step: Step, closure: Callable[[], Any] | None) -> Any:
         """In place of ``step.launch``, after ``prepare``."""
-        is_captured = self._captured
-        if not is_captured and self._has_moved():
+        is_captured = bool(self._guards)
+        if not is_captured and (self._graph is not None or self._has_moved()):
             self._follow_device()
         if self._graph is None:
             return step.launch(closure)
         part = graph_of(step)
         key = part.key()
-        if not is_captured:
-            self._common_device()
-        elif key != self._key:
+        if is_captured and key != self._key:
             self._drop(self._explain())
         if self._graph is None or self._pending or key != self._key:
             step.launch()  # also loads what a capture could not

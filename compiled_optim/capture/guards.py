@@ -1,7 +1,4 @@
-"""What a captured graph assumes and does not read again, and what changed since: in words, with names.
-
-Gradients are a part of it: a training step drops some, finds some and leaves some.
-"""
+"""What a captured graph assumes and does not read again, and what changed since: in words, with names."""
 
 from __future__ import annotations
 
@@ -20,25 +17,23 @@ from torch.autograd.graph import get_gradient_edge
 
 from compiled_optim.groups.parameters import first_three, named_parameters, parameter_name
 from compiled_optim.memory.addresses import Addresses
-from compiled_optim.memory.layout import local
-from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.memory.layout import TORCH_TYPES, local
 from compiled_optim.step.engine import Engine
 
 
-def guards_of(optimizer: CompiledOptimizer) -> dict[str, str]:
-    """Everything about ``optimizer`` whose change makes a graph of its step stale, by name."""
-    engine = engine_of(optimizer)
-    bound, devices = optimizer.max_grad_norm, () if engine.step is None else engine.step.devices
+def guards_of(engine: Engine) -> dict[str, str]:
+    """Everything about an optimizer whose change makes a graph of its step stale, by name."""
+    bound, devices = engine.assigned["max_grad_norm"], () if engine.step is None else engine.step.devices
     if isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices):
         clips = tensor_place(bound)  # the graph holds the copying of it
     else:
         clips = "off" if bound is None else "on"
-    guards = {"max_grad_norm": clips, "skip_nonfinite": str(optimizer.skip_nonfinite)}
+    guards = {"max_grad_norm": clips, "skip_nonfinite": str(engine.assigned["skip_nonfinite"])}
     for (i, name), (_, function) in engine.schedules.functions.items():
         guards[f"schedule of param_groups[{i}][{name!r}]"] = (
             f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
         )
-    for i, group in enumerate(optimizer.param_groups):
+    for i, group in enumerate(engine.groups):
         kind = getattr(group, "kind", engine.kind)  # somebody may have put a plain dict there
         declared, added = kind._declaration, kind._added_choices()
         label = f"param_groups[{i}]"
@@ -123,8 +118,6 @@ def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> It
 
 
 _REQUIRES_GRAD, _TRAINING, _ABSENT = attrgetter("requires_grad"), attrgetter("training"), object()
-_FLAGS = ("requires_grad of '{}' {} -> {}", "training mode of '{}' {} -> {}", "{} {} -> {}")
-_MODES = ("grad mode", "inference mode", "autocast")
 
 
 class Guards:
@@ -136,28 +129,33 @@ class Guards:
         addresses: of the parameters, their gradients, and other tensors of the modules; :meth:`change` reads them.
     """
 
-    def __init__(self, optimizers: Sequence[CompiledOptimizer], modules: Iterable[nn.Module]) -> None:
-        self._named = {param: name for o in optimizers for name, param in named_parameters(o.param_groups)}
+    def __init__(self, engines: Sequence[Engine], modules: Iterable[nn.Module]) -> None:
+        self._updated = {param: name for engine in engines for name, param in named_parameters(engine.groups)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Read past the module's own methods, which look at three dicts for every name.
-        self._dicts = [entries for m in self._modules for entries in (m._parameters, m._buffers, m._modules)]
-        self._prefixes = [f"{name}." if name else "" for name in self._modules.values() for _ in range(3)]
-        self._snapshots = [dict(entries) for entries in self._dicts]
-        self._full = list(filter(None, self._dicts))
-        self._empty = [entries for entries in self._dicts if not entries]
+        dicts = [(name, entries) for m, name in self._modules.items() for entries in (m._parameters, m._buffers, m._modules)]
+        self._dicts = [(f"{name}." if name else "", entries, dict(entries)) for name, entries in dicts]  # as they are now
+        self._full = [entries for _, entries in dicts if entries]
+        self._empty = [entries for _, entries in dicts if not entries]
         self._contents = self._read_contents()
         others: dict[Tensor, str] = {}
-        for prefix, entries in zip(self._prefixes, self._snapshots, strict=True):
+        for prefix, entries, _ in self._dicts:
             for key, tensor in entries.items():
-                if isinstance(tensor, Tensor) and tensor not in self._named:
+                if isinstance(tensor, Tensor) and tensor not in self._updated:
                     others.setdefault(tensor, prefix + key)
-        optimized = {p: self._named.get(p, "?") for o in optimizers for p in engine_of(o).params}
-        self.params = optimized | {t: name for t, name in others.items() if isinstance(t, nn.Parameter)}
-        self.updated = len(optimized)
-        self._tensors = optimized | {t: name for t, name in others.items() if _has_address(t)}
-        self._sees_gradients = len(self._tensors) == len(optimized) + len(others)
+        self.params = self._updated | {t: name for t, name in others.items() if isinstance(t, nn.Parameter)}
+        self.updated = len(self._updated)
+        is_one_piece = {t: type(t) in TORCH_TYPES and t.layout is torch.strided for t in others}
+        self._tensors = self._updated | {t: name for t, name in others.items() if is_one_piece[t]}
+        self._sees_gradients = all(is_one_piece.values())
         self.addresses = Addresses([*self._tensors])
         self._places = list(map(tensor_place, self._tensors))
+        named = {
+            "requires_grad": self.params.values(),
+            "training mode": (n or type(m).__name__ for m, n in self._modules.items()),
+        }
+        self._flag_names = [f"{flag} of '{name}'" for flag, names in named.items() for name in names]
+        self._flag_names += ["grad mode", "inference mode", "autocast"]
         self._flags = self._read_flags()
 
     def change(self) -> str:
@@ -171,13 +169,10 @@ class Guards:
             return self._replaced()
         self.addresses.read()
         if self.addresses.moved:
-            places = map(tensor_place, self._tensors)
-            return _first_change("parameter '{}' {} -> {}", self._tensors.values(), self._places, places)
-        if (flags := self._read_flags()) == self._flags:
-            return ""
-        module_names = [name or type(module).__name__ for module, name in self._modules.items()]
-        changes = zip(_FLAGS, (self.params.values(), module_names, _MODES), self._flags, flags, strict=True)
-        return next(_first_change(*change) for change in changes if change[2] != change[3])
+            names = (f"parameter '{name}'" for name in self._tensors.values())
+            return _first_change(names, self._places, map(tensor_place, self._tensors))
+        flags = self._read_flags()
+        return "" if flags == self._flags else _first_change(self._flag_names, self._flags, flags)
 
     @property
     def gradients(self) -> object:
@@ -190,7 +185,7 @@ class Guards:
 
     def put_back(self) -> None:
         """Let the modules hold what they held."""
-        for entries, before in zip(self._dicts, self._snapshots, strict=True):
+        for _, entries, before in self._dicts:
             if list(entries) != list(before) or not all(map(is_, entries.values(), before.values())):
                 entries.clear()
                 entries.update(before)
@@ -199,12 +194,12 @@ class Guards:
         return list(chain.from_iterable(map(dict.values, self._full)))
 
     def _replaced(self) -> str:
-        for prefix, entries, before in zip(self._prefixes, self._dicts, self._snapshots, strict=True):
+        for prefix, entries, before in self._dicts:
             for key in {**before, **entries}:
                 old, new = before.get(key, _ABSENT), entries.get(key, _ABSENT)
                 if new is old:
                     continue
-                if isinstance(old, Tensor) and old in self._named:
+                if isinstance(old, Tensor) and old in self._updated:
                     raise RuntimeError(
                         f"parameter '{prefix}{key}' of the module is no longer the tensor that the optimizer updates (after "
                         "load_state_dict(assign=True)?); make a new optimizer and runner, or load with assign=False"
@@ -213,21 +208,16 @@ class Guards:
                 return f"'{prefix}{key}' of the module {kinds[0]} -> {'another ' * (kinds[0] == kinds[1])}{kinds[1]}"
         return "entries of a module changed their order"
 
-    def _read_flags(self) -> list[list[Any]]:
+    def _read_flags(self) -> list[Any]:
         """Whether parameters require grad, whether modules are in training mode, and torch's modes."""
         kind = next(iter(self.params)).device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        modes = [torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast]
-        return [list(map(_REQUIRES_GRAD, self.params)), list(map(_TRAINING, self._modules)), modes]
+        modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
+        return [*map(_REQUIRES_GRAD, self.params), *map(_TRAINING, self._modules), *modes]
 
 
-def _first_change(text: str, names: Iterable[str], old: Iterable[Any], new: Iterable[Any]) -> str:
-    return next(text.format(n, a, b) for n, a, b in zip(names, old, new, strict=True) if a != b)
-
-
-def _has_address(tensor: Tensor) -> bool:
-    """Whether a tensor of a module, which may be of any class and layout, is one piece of memory."""
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout is torch.strided
+def _first_change(names: Iterable[str], old: Iterable[Any], new: Iterable[Any]) -> str:
+    return next(f"{n} {a} -> {b}" for n, a, b in zip(names, old, new, strict=True) if a != b)
 
 
 @contextlib.contextmanager
@@ -238,7 +228,7 @@ def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
     """
     runs = [engine.runs for engine in engines]
     params = [p for engine in engines for p in engine.params]
-    seen = [_seen(p.grad) for p in params]
+    seen = [(None, 0) if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in params]
     places: set[int] = set()  # in ``params``: Dynamo traces what follows, and knows no sets of tensors
     dropped: set[Tensor] = set()
 
@@ -265,93 +255,6 @@ def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
             engine.note_zero_grad = None
 
 
-def _seen(grad: Tensor | None) -> tuple[weakref.ref[Tensor] | None, int]:
-    """A value that changes when a gradient is replaced or written."""
-    return (None, 0) if grad is None else (weakref.ref(grad), grad._version)
-
-
-class CapturedGradients:
-    """Which gradients a captured training step found, and which it left.
-
-    ``zero_grad`` may drop a gradient before anything is added to it. The value of such a gradient does not matter, and the
-    capture finds None in its place. Any other gradient is read, or added to, where the capture found it, so the gradient
-    that a parameter has later is copied to there. A parameter that no optimizer of the step updates matters only if the step
-    changes its gradient.
-
-    The step's optimizers update the first ``updated`` of ``params``, which has their names. ``cleared`` are the parameters
-    whose gradients the function drops, as far as is known before the capture.
-    """
-
-    def __init__(self, params: Mapping[Tensor, str], updated: int, cleared: Collection[Tensor]) -> None:
-        self._params, self._updated, self._cleared = params, updated, cleared
-        self._originals: list[Tensor | None] = [p.grad for p in params]
-        for param in params:
-            if param in cleared:
-                param.grad = None
-        self._found = [(p.grad, _seen(p.grad)[1]) for p in params]
-        self._dropped: Collection[Tensor] = ()
-        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and where the graph reads their gradients
-        self._left: list[tuple[Tensor, Tensor | None]] = []
-        self.repeats = True  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
-
-    def leave(self, dropped: Collection[Tensor]) -> None:
-        """Note what the captured step left; it ``dropped`` the gradients of these parameters."""
-        self._dropped = dropped
-        for i, (param, (found, version)) in enumerate(zip(self._params, self._found, strict=True)):
-            left = param.grad
-            if i < self._updated or left is not found or (found is not None and found._version != version):
-                self._left.append((param, left))
-                if param not in dropped:
-                    self._read.append((param, found))
-                    self.repeats &= left is found
-
-    def accept(self) -> None:
-        """Let go of gradients that nobody reads again, or raise ``RuntimeError`` if one that other calls drop was kept."""
-        for param, name in self._params.items():
-            if param in self._cleared and param not in self._dropped:
-                raise RuntimeError(
-                    f"the function drops the gradient of '{name}' in some calls and in others does not; a graph can only "
-                    "do the same in every call"
-                )
-        self._originals, self._found = [], []
-
-    def put_back(self) -> None:
-        """Let every parameter have the gradient that it had before a capture that failed."""
-        for param, original in zip(self._params, self._originals, strict=True):
-            param.grad = original
-
-    def change(self) -> str:
-        """Which parameter's gradient is not what the graph finds; empty if all are, or were copied to where it reads."""
-        copied: list[tuple[Tensor, Tensor]] = []
-        for param, found in self._read:  # none where the function drops its gradients first
-            grad = param.grad
-            if grad is found:
-                continue
-            if grad is None or found is None or not _fits(grad, found):
-                return f"gradient of '{self._params[param]}' {gradient_place(found)} -> {gradient_place(grad)}"
-            copied.append((found, grad))
-        with torch.no_grad():
-            for found, grad in copied:
-                if found.is_sparse:
-                    found._indices().copy_(grad._indices())
-                    found._values().copy_(grad._values())
-                else:
-                    found.copy_(grad)
-        return ""
-
-    def hand_out(self) -> None:
-        """Give every parameter the gradient that the step leaves, as its Python would have."""
-        for param, left in self._left:
-            if param.grad is not left:
-                param.grad = left
-
-
-def _fits(grad: Tensor, found: Tensor) -> bool:
-    if grad.shape != found.shape or grad.layout != found.layout:
-        return False
-    return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())
-
-
 _KEY = "compiled_optim.capture"  # in the metadata of a node, which live as long as it does
 _ELSEWHERE = "made elsewhere"
 
@@ -365,7 +268,7 @@ class LiveAutograd:
 
     def adopt(self, params: Iterable[Tensor]) -> None:
         """Take the nodes that exist as made on the stream on which the runner captures."""
-        for notes in map(_notes, filter(_takes_gradient, params)):
+        for _, notes in _notes(params):
             notes[_KEY] = self
 
     @contextlib.contextmanager
@@ -395,8 +298,7 @@ class LiveAutograd:
 
     def _held(self, params: Collection[Tensor]) -> set[Tensor]:
         """Mark the nodes that the runner did not make, and return the parameters whose nodes somebody holds."""
-        torch.clear_autocast_cache()  # nobody holds the weights in it
-        for notes in map(_notes, filter(_takes_gradient, params)):
+        for _, notes in _notes(params):
             if notes.get(_KEY) is not self:
                 notes[_KEY] = _ELSEWHERE
         return _made_elsewhere(params)
@@ -404,14 +306,12 @@ class LiveAutograd:
 
 def _made_elsewhere(params: Iterable[Tensor]) -> set[Tensor]:
     """The parameters with marked nodes; a mark is gone with its node."""
-    torch.clear_autocast_cache()
-    return {p for p in params if _takes_gradient(p) and _notes(p).get(_KEY) == _ELSEWHERE}
+    torch.clear_autocast_cache()  # nobody holds the weights in it
+    return {param for param, notes in _notes(params) if notes.get(_KEY) == _ELSEWHERE}
 
 
-def _notes(param: Tensor) -> dict[str, Any]:
-    """The metadata of the node of a parameter, which is made where there is none."""
-    return cast("dict[str, Any]", get_gradient_edge(param).node.metadata)
-
-
-def _takes_gradient(param: Tensor) -> bool:
-    return param.requires_grad and param.is_leaf
+def _notes(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Each parameter that takes gradients, with the metadata of its node, which is made where there is none."""
+    for param in params:
+        if param.requires_grad and param.is_leaf:
+            yield param, cast("dict[str, Any]", get_gradient_edge(param).node.metadata)

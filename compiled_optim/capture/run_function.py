@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compiled_optim.capture.graph import CudaGraph, Run, graph_of
-from compiled_optim.capture.guards import CapturedGradients, Guards, LiveAutograd, watching_zero_grad
-from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.capture.guards import Guards, LiveAutograd, gradient_place, watching_zero_grad
+from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.step.engine import Engine, recorded_by_runner
 
@@ -40,21 +40,20 @@ class FunctionRun(Run):
         self._clone_outputs = clone_outputs
         self._autograd = LiveAutograd()
         if stream is not None:
-            self._autograd.adopt(Guards(optimizers, modules).params)
+            self._autograd.adopt(Guards(self._engines, modules).params)
         self._dropped: set[Tensor] = set()  # parameters whose gradients the last warm-up dropped
         self._launches: list[int] = []  # of each optimizer in the last warm-up
         self._forget()
 
     def _forget(self) -> None:
         self._inputs: StaticInputs | None = None
-        self._outputs: Any = None
         self._warmed: Guards | None = None  # what the last warm-up left
         self._recorded: RecordedStep | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """One training step."""
         if self._has_moved():
-            if self._captured:
+            if self._recorded is not None:
                 self._drop(f"the parameters moved from {self._device}")
             else:
                 self._follow_device()
@@ -62,30 +61,25 @@ class FunctionRun(Run):
         if self._inputs is None:
             self._inputs = StaticInputs(self._function, None if self._graph is None else self._device, args, kwargs)
         else:
-            given = self._inputs.checked(args, kwargs)
-            cause = self._inputs.change(given)
+            given, cause = self._inputs.checked(args, kwargs)
             if self._recorded is not None:
                 cause = cause or self._recorded.change() or ("" if self._recorded.follow() else self._explain())
                 if cause:
                     self._drop(cause)
-                    self._recorded = self._outputs = None
+                    self._recorded = None
             elif cause:
                 self._pending = max(self._pending, 1)
             self._inputs.load(given)
         if self._graph is None:
-            return self._hand_out(self._call())
-        if self._recorded is None:
-            if self._pending or not self._is_settled():
-                return self._hand_out(self._warm_up(self._graph))
-            self._recorded = self._capture(self._graph)
-        self._graph.replay()
-        self._recorded.replayed()
-        return self._hand_out(self._outputs)
-
-    def release(self) -> None:
-        """Free the graph, the copies of the inputs and the outputs."""
-        super().release()
-        self._forget()
+            outputs = self._call()
+        elif self._recorded is None and (self._pending or not self._is_settled()):
+            outputs = self._warm_up(self._graph)
+        else:
+            self._recorded = self._recorded or self._capture(self._graph)
+            self._graph.replay()
+            self._recorded.replayed()
+            outputs = self._recorded.outputs
+        return pytree.tree_map_only(Tensor, torch.clone, outputs) if self._clone_outputs else outputs
 
     def _call(self) -> Any:
         assert self._inputs is not None
@@ -95,21 +89,16 @@ class FunctionRun(Run):
         with recorded_by_runner(self._device):
             return self._call()
 
-    def _hand_out(self, outputs: Any) -> Any:
-        if not self._clone_outputs:
-            return outputs
-        return pytree.tree_map_only(Tensor, torch.clone, outputs)
-
     def _warm_up(self, graph: CudaGraph) -> Any:
         """Run the function as it is, and note what its capture is to find."""
         self._pending = max(self._pending - 1, 0)
         launches = [engine.launches for engine in self._engines]
-        params = Guards(self._optimizers, self._modules).params
+        params = Guards(self._engines, self._modules).params
         with self._autograd.watching(params), watching_zero_grad(self._engines) as dropped:
             outputs = graph.warm_up(self._call)
         self._dropped = dropped
         self._launches = [engine.launches - before for engine, before in zip(self._engines, launches, strict=True)]
-        self._warmed = Guards(self._optimizers, self._modules)
+        self._warmed = Guards(self._engines, self._modules)
         return outputs
 
     def _is_settled(self) -> bool:
@@ -126,14 +115,13 @@ class FunctionRun(Run):
 
     def _capture(self, graph: CudaGraph) -> RecordedStep:
         assert self._warmed is not None
-        recorded = RecordedStep(self._optimizers, self._warmed, self._dropped)
+        recorded = RecordedStep(self._engines, self._warmed, self._dropped)
         torch.clear_autocast_cache()  # weights that were cast outside would not be cast again by a replay
         try:
             with recorded.capturing(self._launches):
-                self._outputs = graph.capture(self._record)
+                recorded.outputs = graph.capture(self._record)
             recorded.check()
         except BaseException:
-            self._outputs = None
             self._pending = 1  # a step in between derives what the function may have changed
             graph.release()
             recorded.undo()
@@ -156,30 +144,47 @@ def _detached(output: Any) -> Any:
 
 
 class RecordedStep:
-    """What the capture of a training step of ``optimizers`` found and left outside of the graph.
+    """What the capture of a training step of ``engines`` found and left outside of the graph, and its outputs.
 
-    The capture finds what the ``guards`` saw. The step is known to drop the gradients of ``dropped``.
+    The capture finds what the ``guards`` saw. ``zero_grad`` may drop a gradient before anything is added to it. The value of
+    such a gradient does not matter, and the capture finds None in its place: so for the parameters in ``cleared``, whose
+    gradients the function drops, as far as is known before the capture. Any other gradient is read, or added to, where the
+    capture found it, so the gradient that a parameter has later is copied to there. A parameter that no optimizer of the
+    step updates matters only if the step changes its gradient.
     """
 
-    def __init__(self, optimizers: Sequence[CompiledOptimizer], guards: Guards, dropped: Collection[Tensor]) -> None:
-        self._optimizers = optimizers
-        self._engines = [engine_of(o) for o in optimizers]
-        self._guards = guards
-        self._gradients = CapturedGradients(guards.params, guards.updated, dropped)
+    outputs: Any = None  # of the function, which every replay writes
+
+    def __init__(self, engines: Sequence[Engine], guards: Guards, cleared: Collection[Tensor]) -> None:
+        self._engines, self._guards, self._cleared = engines, guards, cleared
         self._runs = [engine.runs for engine in self._engines]
         self._param_versions = [p._version for p in guards.params]
-        self._hypers = list(map(_hypers_of, optimizers))
+        self._hypers = list(map(_hypers_of, engines))
+        self._originals: list[Tensor | None] = [p.grad for p in guards.params]
+        for param in guards.params:
+            if param in cleared:
+                param.grad = None
+        self._found = [(p.grad, 0 if p.grad is None else p.grad._version) for p in guards.params]
+        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and where the graph reads their gradients
+        self._left: list[tuple[Tensor, Tensor | None]] = []
+        self._repeats = True  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
         self._settled: object = None  # the gradients, as the guards saw them, when nothing was to be done about them
 
     @contextlib.contextmanager
     def capturing(self, launches: Sequence[int]) -> Iterator[None]:
-        """Watch a capture of so many launches of each optimizer."""
+        """Watch a capture of so many launches of each optimizer, and note what it leaves."""
         with contextlib.ExitStack() as stack:
-            dropped = stack.enter_context(watching_zero_grad(self._engines))
+            self._dropped = stack.enter_context(watching_zero_grad(self._engines))
             for engine, count in zip(self._engines, launches, strict=True):
                 stack.enter_context(graph_of(engine.step).reserve(count))
             yield
-        self._gradients.leave(dropped)
+        for i, (param, (found, version)) in enumerate(zip(self._guards.params, self._found, strict=True)):
+            left = param.grad
+            if i < self._guards.updated or left is not found or (found is not None and found._version != version):
+                self._left.append((param, left))
+                if param not in self._dropped:
+                    self._read.append((param, found))
+                    self._repeats &= left is found
         versions = zip(self._guards.params, self._param_versions, strict=True)
         self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
@@ -192,10 +197,10 @@ class RecordedStep:
         Raises:
             RuntimeError: naming it.
         """
-        for optimizer, hypers, steps in zip(self._optimizers, self._hypers, self._steps, strict=True):
+        for engine, hypers, steps in zip(self._engines, self._hypers, self._steps, strict=True):
             if not steps:
-                raise RuntimeError(f"the function did not step {type(optimizer).__name__}, which is one of the optimizers")
-            for name, (tensor, version) in _hypers_of(optimizer).items():
+                raise RuntimeError(f"the function did not step {engine.kind.__name__}, which is one of the optimizers")
+            for name, (tensor, version) in _hypers_of(engine).items():
                 before = hypers.get(name)
                 if before is None or tensor is not before[0] or version != before[1]:
                     raise RuntimeError(
@@ -206,20 +211,45 @@ class RecordedStep:
             raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
         if change := self._guards.change():
             raise RuntimeError(f"the function changes in Python what a replay cannot change again: {change}")
-        self._gradients.accept()
+        for param, name in self._guards.params.items():
+            if param in self._cleared and param not in self._dropped:
+                raise RuntimeError(
+                    f"the function drops the gradient of '{name}' in some calls and in others does not; a graph can only "
+                    "do the same in every call"
+                )
+        self._originals, self._found = [], []  # which nobody reads again
 
     def undo(self) -> None:
         """Put back gradients, and what modules hold, after a capture that failed."""
-        self._gradients.put_back()
+        for param, original in zip(self._guards.params, self._originals, strict=True):
+            param.grad = original
         self._guards.put_back()
 
     def change(self) -> str:
-        """The change that the graph cannot follow, with old and new value; empty if there is none."""
+        """The change that the graph cannot follow, with old and new value; empty if there is none.
+
+        Gradients are copied to where the graph reads them.
+        """
         change = self._guards.change()
-        if change or (self._gradients.repeats and self._guards.gradients == self._settled):
+        if change or (self._repeats and self._guards.gradients == self._settled):
             return change
         self._settled = None
-        return self._gradients.change()
+        copied: list[tuple[Tensor, Tensor]] = []
+        for param, found in self._read:  # none where the function drops its gradients first
+            grad = param.grad
+            if grad is found:
+                continue
+            if grad is None or found is None or not _fits(grad, found):
+                return f"gradient of '{self._guards.params[param]}' {gradient_place(found)} -> {gradient_place(grad)}"
+            copied.append((found, grad))
+        with torch.no_grad():
+            for found, grad in copied:
+                if found.is_sparse:
+                    found._indices().copy_(grad._indices())
+                    found._values().copy_(grad._values())
+                else:
+                    found.copy_(grad)
+        return ""
 
     def follow(self) -> bool:
         """Hand over what was assigned since the last call; False if a graph of another step is needed."""
@@ -228,7 +258,9 @@ class RecordedStep:
     def replayed(self) -> None:
         """Do what the function's Python would have done besides."""
         if self._settled is None:
-            self._gradients.hand_out()
+            for param, left in self._left:
+                if param.grad is not left:
+                    param.grad = left
             self._guards.addresses.read()
             self._settled = self._guards.gradients
         self._guards.addresses.finish()
@@ -238,6 +270,12 @@ class RecordedStep:
 
     def _followed(self) -> list[tuple[object, ...] | None]:
         return list(map(followed, self._engines, self._scalers))
+
+
+def _fits(grad: Tensor, found: Tensor) -> bool:
+    if grad.shape != found.shape or grad.layout != found.layout:
+        return False
+    return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())
 
 
 def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[object, ...] | None:
@@ -253,15 +291,14 @@ def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[obj
     return graph.follow((max_grad_norm, *(scaler or engine.clipping.scaler), skip_nonfinite))
 
 
-def _hypers_of(optimizer: CompiledOptimizer) -> dict[str, tuple[Tensor, int]]:
+def _hypers_of(engine: Engine) -> dict[str, tuple[Tensor, int]]:
     """The live hyperparameter tensors by name, with versions, but those that the step itself sets on a schedule."""
-    scheduled = engine_of(optimizer).schedules.functions
     return {
         f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (tensor, tensor._version)
-        for i, group in enumerate(optimizer.param_groups)
-        for hyper in group.kind._fields_of(Hyper)  # type: ignore[attr-defined]
-        if (i, hyper.name) not in scheduled
-        for tensors in (group.read_only(hyper.name),)  # type: ignore[attr-defined]
+        for i, group in enumerate(engine.groups)
+        for hyper in group.kind._fields_of(Hyper)
+        if (i, hyper.name) not in engine.schedules.functions
+        for tensors in (group.read_only(hyper.name),)
         for k, tensor in enumerate(tensors)
     }
 
@@ -280,7 +317,7 @@ class StaticInputs:
         self, function: Callable[..., Any], device: torch.device | None, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> None:
         self._function = function
-        leaves, self._structure = pytree.tree_flatten_with_path((args, _ordered(kwargs)))
+        leaves, self._structure = pytree.tree_flatten_with_path((args, dict(sorted(kwargs.items()))))
         self._names = [_name(function, path) for path, _ in leaves]
         for name, (_, leaf) in zip(self._names, leaves, strict=True):
             _check_kind(name, leaf)
@@ -288,27 +325,23 @@ class StaticInputs:
                 raise ValueError(f"{name} must be on {device}, where the parameters are, but is on {leaf.device}")
         self._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
 
-    def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-        """The tensors and constants of a call, for the other methods; an error if they are unlike those of the first call.
+    def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], str]:
+        """The tensors and constants of a call, and which constant is another than was loaded last, with old and new value.
 
-        The arguments' structure must be the same, and the shape, dtype and device of each tensor.
+        An error if the arguments' structure or the shape, dtype or device of a tensor is unlike those of the first call.
         """
-        leaves, structure = pytree.tree_flatten((args, _ordered(kwargs)))
+        leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
         if structure != self._structure:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
+        change = ""
         for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
             _check_kind(name, leaf)
             if _form(own) != _form(leaf):
                 difference = f"{name} must be {_form_in_words(own)} as in the first call, got {_form_in_words(leaf)}"
                 raise ValueError(difference + _remedy(own, leaf))
-        return leaves
-
-    def change(self, leaves: list[Any]) -> str:
-        """Which constant of ``leaves`` is another than what was loaded last, with old and new value; empty if none is."""
-        for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
             if not isinstance(own, Tensor) and (type(own) is not type(leaf) or not (own is leaf or own == leaf)):
-                return f"{name} {own!r} -> {leaf!r}"
-        return ""
+                change = change or f"{name} {own!r} -> {leaf!r}"
+        return leaves, change
 
     def load(self, leaves: list[Any]) -> None:
         """Copy the tensors of ``leaves`` in and take over the constants."""
@@ -345,11 +378,6 @@ def _name(function: Callable[..., Any], path: tuple[pytree.KeyEntry, ...]) -> st
     names = [p.name for p in positional if p.kind in kinds]
     index: int = first.idx  # type: ignore[attr-defined]
     return (names[index] if index < len(names) else f"args[{index}]") + pytree.keystr(tuple(entries))
-
-
-def _ordered(kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """``kwargs`` in an order that no caller decides."""
-    return dict(sorted(kwargs.items()))
 
 
 def _form(leaf: Any) -> object:

@@ -73,7 +73,7 @@ class CUDAGraphRunner:
     ) -> None:
         _check_count("warmup", warmup, 1)
         _check_count("recaptures", recaptures, 0)
-        self._run: StepRun | FunctionRun
+        self._run: StepRun | FunctionRun | None  # None once it is released
         if isinstance(target, CompiledOptimizer):
             if optimizers is not None or modules is not None:
                 raise TypeError("a runner of one optimizer's step takes neither optimizers nor modules")
@@ -130,19 +130,21 @@ class CUDAGraphRunner:
 
         Gradients and outputs that somebody holds stay valid.
         """
-        self._run.release()
+        if self._run is not None:
+            self._run.release()
+            self._run = None
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the optimizer whose step the runner holds."""
-        if not isinstance(self._run, StepRun):
+        if not isinstance(run := self._alive(), StepRun):
             raise AttributeError("param_groups")
-        return self._run.optimizer.param_groups
+        return run.optimizers[0].param_groups
 
     _step_supports_amp_scaling = True
 
     def _alive(self) -> StepRun | FunctionRun:
-        if self._run.released:
+        if self._run is None:
             raise RuntimeError("this CUDAGraphRunner was released; make a new one")
         return self._run
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -193,4 +194,12 @@ class CompilationLog:
         """Record that something runs uncompiled, and warn about it once per reason."""
         if reason not in self.fallbacks:
             self.fallbacks[reason] = advice
-            warnings.warn(f"compiled_optim: {reason}; {advice}", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"compiled_optim: {reason}; {advice}", RuntimeWarning, stacklevel=_users_level())
+
+
+def _users_level() -> int:
+    """The ``stacklevel``, for a warning of the caller's, of the line that called this package, past torch's wrappers."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("compiled_optim", "torch"):
+        frame, level = frame.f_back, level + 1
+    return level

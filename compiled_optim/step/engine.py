@@ -100,7 +100,7 @@ class Engine:
         self.step: Step | None = None  # the one that was made last
         self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
         self.release: Callable[[Gradients], None] | None = None  # what ends steps whose updates are in backward, if any are
-        self.zeroed = 0  # how often somebody dropped all gradients outside of backward
+        self.is_zeroed = False  # whether somebody dropped all gradients outside of backward, since a release looked
         self.note_zero_grad: Callable[[Engine], None] | None = None  # called in a runner before gradients become None
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them

@@ -19,8 +19,8 @@ from torch import nn
 
 from compiled_optim import optimizers
 from compiled_optim.checkpoint.optimi import COUNTERPARTS
-from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule.fields import Hyper, Option, Static
 from compiled_optim.rule.storage import INT8, MODES
 from compiled_optim.state import StateForm
 
@@ -117,7 +117,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
         kind,
         doc.partition("\n")[0],
         tuple(dict.fromkeys(_SOURCES.findall(doc.partition("\nArgs:")[0]))),
-        _kind(kind),
+        "closure" if not hasattr(kind, "_rule") else "sparse" if kind._gradients == "sparse" else kind._granularity,
         tuple(Argument(p.name, p.default, said.get(p.name, "")) for p in signature.values() if p.name != "params"),
         tuple(kind._state_names()),
         _bytes_by_precision(kind),
@@ -156,12 +156,6 @@ def _plain(name: str) -> str:
     return name.lower().replace("_", "").replace("-", "")
 
 
-def _kind(kind: type[CompiledOptimizer]) -> str:
-    if not hasattr(kind, "_rule"):
-        return "closure"
-    return "sparse" if kind._gradients == "sparse" else kind._granularity
-
-
 def _bytes_by_precision(kind: type[CompiledOptimizer]) -> dict[str, float]:
     if not hasattr(kind, "_rule"):
         return {}
@@ -188,10 +182,8 @@ def _bytes(kind: type[CompiledOptimizer], dtype: torch.dtype, options: Mapping[s
     declaration, param = kind._declaration, torch.empty(_SIDE, _SIDE, dtype=dtype, device="meta")
     for option in declaration.options:
         option.check(options.get(option.name, option.default))
-    choices: dict[str, Any] = {static.name: static.default for static in declaration.statics}
-    choices |= {hyper.name: hyper.default for hyper in declaration.hypers}
-    choices |= {fact.name: fact.of(param.shape) for fact in declaration.facts}
-    choices |= choices_of(declaration.options, {"params": [param], **options}, 0, 0)
-    form = StateForm(declaration, param, choices, declaration.present_buffers(choices))
+    group = {f.name: f.default for of_kind in (Hyper, Static, Option) for f in kind._fields_of(of_kind)}
+    group |= {**options, "params": [param]}
+    form = StateForm.of_group(declaration, [group], 0, group)(0)  # type: ignore[list-item]
     held = [math.prod(form.shape_of(b)) * form.dtype_of(b).itemsize for b in declaration.buffers if b.name in form.buffers]
     return 2 * dtype.itemsize + sum(held) / param.numel()

@@ -1094,8 +1094,9 @@ class TestWithoutGraphs:
 
     def test_it_runs_the_compiled_step_and_says_so_once(self) -> None:
         ours, twin = make(), make()
-        with pytest.warns(RuntimeWarning, match="CUDAGraphRunner runs AdamW uncaptured: cpu has no CUDA graphs"):
+        with pytest.warns(RuntimeWarning, match="CUDAGraphRunner runs AdamW uncaptured: cpu has no CUDA graphs") as told:
             step = co.CUDAGraphRunner(ours.optimizer)
+        assert told[0].filename == __file__  # not a line of the package
         whole = co.CUDAGraphRunner(functools.partial(train, ours), optimizers=ours.optimizer)  # a second one: an error
         for i in range(STEPS):
             for side in (ours, twin):
