@@ -277,8 +277,12 @@ class CompiledOptimizer(Declared, Optimizer):
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
             elif param.grad is not None:
-                if param.grad.requires_grad:
+                if param.grad.requires_grad and torch.compiler.is_compiling():
                     param.grad = param.grad.detach()
+                elif param.grad.grad_fn is not None:
+                    param.grad.detach_()
+                else:
+                    param.grad.requires_grad_(False)
                 param.grad.zero_()
 
     @property
