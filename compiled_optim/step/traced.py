@@ -18,7 +18,7 @@ from torch import Tensor
 from compiled_optim.memory.layout import local, traced_part
 from compiled_optim.memory.torch_internals import called_while_tracing, let_compilers_trace, mend_tracing
 from compiled_optim.step.engine import ENGINES, NAMED, Engine, without_number
-from compiled_optim.step.step import Step
+from compiled_optim.step.step import Gradients, Step
 
 
 @called_while_tracing
@@ -58,7 +58,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
     owned, name = engine.params, engine.name
     if is_sparse:
-        torch.ops.compiled_optim.step_own_gradients(owned, name)
+        torch.ops.compiled_optim.step(owned, [], [*range(len(owned))], name)
         return
     params = [owned[i] for i in positions]
     grads = [traced_part(p.grad, p) for p in params]
@@ -160,7 +160,7 @@ _library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[n
 
 
 def _step(
-    run: Callable[[Engine, list[Tensor | None]], None],
+    run: Callable[[Engine, Gradients], None],
     params: list[Tensor],
     grads: list[Tensor],
     positions: Sequence[int],
@@ -168,12 +168,15 @@ def _step(
 ) -> None:
     """Let an engine ``run`` with ``grads`` of ``params``, which are those at ``positions``, ascending, of its parameters.
 
+    Without any, it runs with the gradients that they have then: Dynamo refuses to read sparse ones.
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
     """
     engine = _found(optimizer, params, positions)
     owned = _at(engine, positions)
-    given: list[Tensor | None] = [*grads]
-    if len(positions) < len(engine.params):
+    given: Gradients = [*grads]
+    if params and not grads:
+        given = None
+    elif len(positions) < len(engine.params):
         by_position = dict(zip(positions, grads, strict=True))
         given = [by_position.get(i) for i in range(len(engine.params))]
     run(engine, given)
@@ -185,24 +188,15 @@ def _step(
                 torch.autograd.graph.increment_version(copy)
 
 
-def _step_own_gradients(params: list[Tensor], optimizer: str) -> None:
-    """Update ``params``, all of the optimizer's parameters, from the gradients that they have when the graph runs.
-
-    For gradients that a graph cannot hold: Dynamo refuses to read sparse ones.
-    """
-    _step(lambda engine, _: engine.run(), params, [], range(len(params)), optimizer)
-
-
 OPERATORS: dict[str, Callable[..., None]] = {
     "step": functools.partial(_step, Engine.run),
     "step_in_graph": functools.partial(_step, Engine.run_in_graph),
-    "step_own_gradients": _step_own_gradients,
 }
-"""By name, what each operator does. The host's half of all but one must run every time: no CUDA graph may hold them."""
+"""By name, what each operator does. The host's half of the first must run every time: no CUDA graph may hold it."""
 
 for _name, _run in OPERATORS.items():
-    _given = "" if _run is _step_own_gradients else "Tensor[] grads, int[] positions, "
     _tags = () if _name == "step_in_graph" else (torch.Tag.cudagraph_unsafe,)
-    _library.define(f"{_name}(Tensor(a!)[] params, {_given}str optimizer) -> ()", tags=_tags)  # type: ignore[no-untyped-call]
+    _form = "(Tensor(a!)[] params, Tensor[] grads, int[] positions, str optimizer) -> ()"
+    _library.define(_name + _form, tags=_tags)  # type: ignore[no-untyped-call]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)
