@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,6 @@ from compiled_optim.memory.torch_internals import called_while_tracing
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.traced import let_trace, run_inlined
-
-_keys = itertools.count()
-_modules: WeakValueDictionary[str, StepModule] = WeakValueDictionary()
-
-
-@called_while_tracing
-def _check_unchanged(key: str) -> None:
-    _modules[key].present()
 
 
 class StepModule(nn.Module):
@@ -42,8 +33,7 @@ class StepModule(nn.Module):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self._engine, self._key = engine, str(next(_keys))
-        _modules[self._key] = self
+        self._engine = engine
         self._inlined: InlinedStep | None = None
         self._inlined = self.present()
         self.params = engine.params
@@ -56,7 +46,7 @@ class StepModule(nn.Module):
 
     def forward(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Update ``params``, which stand for :attr:`params`, by ``grads``; those without a gradient stay as they are."""
-        _check_unchanged(self._key)
+        self._check_unchanged()
         if not len(params) == len(grads) == len(self.names):
             raise ValueError(f"it takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
         if torch.compiler.is_dynamo_compiling():
@@ -86,6 +76,10 @@ class StepModule(nn.Module):
     def written(self) -> list[Tensor]:
         """The buffers that a step writes: state, counts and what it tells, but no hyperparameter."""
         return [getattr(self, name) for name in self._rows[0]]
+
+    @called_while_tracing
+    def _check_unchanged(self) -> None:
+        self.present()
 
     def present(self) -> InlinedStep:
         """The operations of the optimizer's next step; ``RuntimeError`` where it has none, or others than the module."""
