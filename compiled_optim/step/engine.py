@@ -444,12 +444,8 @@ class Engine:
         is_there = len(step.devices) == 1 and can_capture(step.devices[0])
         return is_plain and is_there and is_near and grad_scale is None and found_inf is None
 
-    def inline(self, present: Sequence[int]) -> bool:
-        """Make the step current, and :attr:`inlined` of it, for gradients at ``present``. Whether code can hold that."""
-        return not isinstance(self.inline_or_say_why(present), str)
-
-    def inline_or_say_why(self, present: Sequence[int]) -> InlinedStep | str:
-        """Do as :meth:`inline`; return :attr:`inlined`, or why code cannot hold that."""
+    def inline(self, present: Sequence[int]) -> str:
+        """Make the step current, and :attr:`inlined` of it, for gradients at ``present``; say why code cannot hold that."""
         with self.lock:
             apart = {
                 "gradients are released in backward": self.release is not None,
@@ -469,7 +465,7 @@ class Engine:
             self.mark_stepped()
             self._guard()
             self.inlined = inlined
-            return inlined
+            return ""
 
     def _guard(self) -> None:
         """Note that compiled code may hold the step, which then asks nobody before it runs."""

@@ -85,13 +85,13 @@ class StepModule(nn.Module):
         """The operations of the optimizer's next step; ``RuntimeError`` where it has none, or others than the module."""
         engine = self._engine
         where = [i for i, param in enumerate(engine.current().params) if param.requires_grad]
-        found = engine.inline_or_say_why(where)
-        found = "its parameters are DTensors" if any(map(is_sharded, engine.params)) else found
-        kind, self._name = engine.kind.__name__, engine.name
-        if isinstance(found, str):
-            can_choose = "lowered" in found and engine.lowering != "inductor" and not engine.takes_sparse
+        reason = engine.inline(where)
+        reason = "its parameters are DTensors" if any(map(is_sharded, engine.params)) else reason
+        kind, self._name, found = engine.kind.__name__, engine.name, engine.inlined
+        if reason or found is None:
+            can_choose = "lowered" in reason and engine.lowering != "inductor" and not engine.takes_sparse
             advice = "; make it with lowering='inductor'" if can_choose else ""
-            raise RuntimeError(f"a step of {kind} cannot be a module: {found}{advice}")
+            raise RuntimeError(f"a step of {kind} cannot be a module: {reason}{advice}")
         if self._inlined is not None and self._inlined is not found:
             changed = differences(self.description, self._described(found))
             what = first_three(changed) or "groups or state were replaced by others of the same form"

@@ -22,10 +22,10 @@ from compiled_optim.step.step import Gradients, Step
 
 
 @called_while_tracing
-def ask(key: str, method: str, *args: Any) -> bool | None:
+def ask(key: str, method: str, *args: Any) -> bool | str | None:
     """What this method of an engine returns, if a trace can hold it."""
     answer = getattr(ENGINES[key], method)(*args)
-    return answer if isinstance(answer, bool) else None
+    return answer if isinstance(answer, (bool, str)) else None
 
 
 @called_while_tracing
@@ -52,7 +52,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     is_sparse = engine.takes_sparse  # read of groups, this would depend on their entries
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
     is_scaled = scaler[0] is not None or scaler[1] is not None
-    if ask(engine.key, "inline", positions):
+    if not ask(engine.key, "inline", positions):
         _record_operations(engine, positions, scaler, is_scaled=is_scaled)
         return
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
