@@ -122,7 +122,7 @@ class Engine:
         self.log = CompilationLog()
         self.takes_sparse = kind._gradients == "sparse"  # whether some parameters have sparse gradients
         self.is_watching = False  # whether steps note what they do to a few elements of each parameter
-        self.user_graphs = UserGraphs()
+        self._read_by_graphs: list[object] = []  # that users captured themselves: nobody says when such a graph is gone
         self.replace_state({})
 
     @property
@@ -375,10 +375,11 @@ class Engine:
         Live.send(self.changes)
         self.takes_sparse = any(kind._gradients == "sparse" for kind in self.kinds)
         self.accumulated.keep(p for group in self.groups for p in group["params"])
-        self.step = self._make(self, grad_of)
+        before, self.step = self.step, self._make(self, grad_of)
         self._take_name()
         self.changes.pending = False
-        self.user_graphs.leave()
+        if before is not None:
+            before.leave_graphs()
         return self.step, None if grads is None else list(map(grad_of, self.params))
 
     def _take_name(self) -> None:
@@ -607,33 +608,10 @@ class Engine:
                 "take one step before capturing, or let co.CUDAGraphRunner do so"
             )
         if not step.is_recorded:
-            self.user_graphs.hold(step.memory)
+            if not step.is_in_user_graph:
+                self._read_by_graphs.append(step.memory)
+            step.is_in_user_graph = True
             self.let_read()
-
-
-class UserGraphs:
-    """What graphs read that users captured themselves, without a runner: held, since nobody says when a graph is gone."""
-
-    def __init__(self) -> None:
-        self._held: list[object] = []
-        self._is_read = False  # whether the present step is among what a graph reads
-
-    def hold(self, memory: object) -> None:
-        """Note that a graph is to read ``memory``, which the present step uses."""
-        if not self._is_read:
-            self._held.append(memory)
-        self._is_read = True
-
-    def leave(self) -> None:
-        """Warn where the optimizer no longer uses what a graph reads."""
-        if self._is_read:
-            self._is_read = False
-            warnings.warn(
-                "groups, state or clipping changed after step() was captured in a CUDA graph, which still uses the old "
-                "ones; capture it again, or use co.CUDAGraphRunner",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
 
 _runner_captures: set[object] = set()

@@ -52,7 +52,7 @@ class RuleStep(Step):
             if engine.clipping.device != plans[0].device:
                 engine.clipping = Clipping(plans[0].device)
             engine.clipping.skip_overflow({param.dtype for plan in plans for param in plan.params})
-        self._log, self._accumulated, self._user_graphs = engine.log, engine.accumulated, engine.user_graphs
+        self._log, self._accumulated = engine.log, engine.accumulated
         self._clipping, self._schedules = engine.clipping, engine.schedules
         self._clipping.take(engine.clip_args)
         differentiable = any(g.get("differentiable", False) for g in groups)
@@ -244,7 +244,7 @@ class RuleStep(Step):
         self.changes.pending = False
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)
-            self._user_graphs.leave()
+            self.leave_graphs()
 
     def launch(self, closure: Callable[[], Any] | None = None) -> None:
         """Evaluate the schedules, measure the gradients where that is needed, and update."""
