@@ -53,7 +53,16 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
     is_scaled = scaler[0] is not None or scaler[1] is not None
     if not ask(engine.key, "inline", positions):
-        _record_operations(engine, positions, scaler, is_scaled=is_scaled)
+        step, inlined, owned = _guard(engine), engine.inlined, engine.params
+        assert inlined is not None
+        grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
+        params = [traced_part(p, p) for p in owned]
+        hypers = [step.vectors[group][name] for group, name in inlined.hypers]
+        clipping = []
+        if inlined.clips or is_scaled:
+            given = (None, *scaler, None)
+            clipping = [old if new is None else new for old, new in zip(inlined.clipping, given, strict=True)]
+        run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
         return
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
     owned, name = engine.params, engine.name
@@ -68,22 +77,6 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
         torch.ops.compiled_optim.step_in_graph(updated, grads, positions, name)
     else:
         torch.ops.compiled_optim.step(updated, grads, positions, name)
-
-
-def _record_operations(
-    engine: Engine, positions: list[int], scaler: tuple[Tensor | None, Tensor | None], *, is_scaled: bool
-) -> None:
-    step = _guard(engine)
-    inlined, owned = engine.inlined, engine.params
-    assert inlined is not None
-    grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
-    params = [traced_part(p, p) for p in owned]
-    hypers = [step.vectors[group][name] for group, name in inlined.hypers]
-    clipping = []
-    if inlined.clips or is_scaled:
-        given = (None, *scaler, None)
-        clipping = [old if new is None else new for old, new in zip(inlined.clipping, given, strict=True)]
-    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
 
 
 def run_inlined(
