@@ -105,7 +105,7 @@ class Engine:
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
-        self._in_graphs: weakref.ref[Step] | None = None  # what compiled code holds CUDA graphs of, or held
+        self._in_graphs = ""  # the identity of the step that compiled code holds CUDA graphs of, or held
         self.inlined: InlinedStep | None = None  # what compiled code may hold in place of an operator
         self.defaults: dict[str, Any] = {}  # what groups take that lack it
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
@@ -426,15 +426,14 @@ class Engine:
             if fits and not any(map(is_capturing, step.devices)):  # where nothing could be made
                 step = self.preallocate()
                 fits = self._fits_graphs(step)
-                before = self._in_graphs
-                if fits and (before is None or before() is not step):
+                if fits and self._in_graphs != step.identity:
                     cause = ""
-                    if before is not None:
+                    if self._in_graphs:
                         cause = "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
                         spend(f"{self.kind.__name__} would capture its step again: {cause}")
                     self._guard()
                     self.log.captures.append(cause)
-                    self._in_graphs = weakref.ref(step)
+                    self._in_graphs = step.identity
             return fits
 
     def _fits_graphs(self, step: Step) -> bool:
@@ -487,13 +486,13 @@ class Engine:
 
     def follow_clipping(self) -> None:
         """Hand what was assigned to CUDA graphs of compiled code, whose replays ask nobody; or leave these."""
-        if (self._in_graphs or self.inlined) is None or any(map(is_capturing, self.current().devices)):
+        if not (self._in_graphs or self.inlined) or any(map(is_capturing, self.current().devices)):
             return
         with self.lock:
             if self.inlined is not None:
                 self.clipping.take(self.clip_args)
                 self.changes.pending |= not self.inlined.follows(self.clipping)
-            if self._in_graphs is not None and self.current().follow(self.clip_args) is None:
+            if self._in_graphs and self.current().follow(self.clip_args) is None:
                 self.changes.pending = True
 
     @outside_dynamo
