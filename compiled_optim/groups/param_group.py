@@ -406,9 +406,11 @@ def inherited(
     """The :func:`rule_of` a group, and the entries with which it begins in an optimizer of class ``own`` with ``defaults``.
 
     They are the defaults of the rule, and choices of the constructor that mean the same for all, such as ``weights``.
-    ``ValueError`` where the rule does not know such a choice.
+    ``ValueError`` where the rule does not know such a choice, or the group has no parameters.
     """
     kind = rule_of(group, own, where)
+    if "params" not in group:
+        raise ValueError(f"{where} has no 'params'")
     if kind is own:
         return kind, dict(defaults)
     fields = {name: vars(field).get("default", Parameter.empty) for name, field in kind._all_fields.items()}

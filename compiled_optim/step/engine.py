@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.live import Changes, Live, WatchedList
-from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited, rule_of
+from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited
 from compiled_optim.groups.parameters import (
     check_params,
     first_repeat,
@@ -204,8 +204,6 @@ class Engine:
         if kind is self.kind:
             defaults |= {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
         values = {**defaults, **param_group}
-        if "params" not in param_group:
-            raise ValueError(f"{label} has no 'params'")
         names, params = names_and_tensors(param_group["params"], f"{label}['params']")
         firsts, values["params"], aliases = without_aliases(names, params)
         if firsts:
@@ -231,13 +229,13 @@ class Engine:
                 "give the names of each model a prefix, such as 'encoder.'",
                 stacklevel=2,
             )
-        self.groups.append(self._group(values, index))
+        self.groups.append(self._group(kind, values, index))
         every_name = {name for group in self.groups for name in group.get("param_names", ())}
         self.aliases = {alias: name for alias, name in (self.aliases | aliases).items() if alias not in every_name}
         self.changes.pending = True
 
-    def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
-        kind, own = rule_of(values, self.kind, f"param_groups[{index}]"), weakref.ref(self)  # which the group may outlive
+    def _group(self, kind: type[Declared], values: Mapping[str, Any], index: int) -> ParamGroup:
+        own = weakref.ref(self)  # which the group may outlive
         self._state_names.update(kind._state_names())
 
         def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
@@ -270,13 +268,11 @@ class Engine:
             if id(group) in made:
                 self.groups[index] = made[id(group)]
             elif not isinstance(group, ParamGroup):
-                if "params" not in group:
-                    raise ValueError(f"param_groups[{index}] has no 'params'")
                 kind, defaults = inherited(group, self.kind, self.defaults, f"param_groups[{index}]")
                 values = {**defaults, **group}
                 if not checked:
                     check_values(kind, values, defaults, index)
-                self.groups[index] = made[id(group)] = self._group(values, index)
+                self.groups[index] = made[id(group)] = self._group(kind, values, index)
         groups = self.distinct_groups
         self.kinds = list(dict.fromkeys([self.kind, *[group.kind for group in groups]]))
         for adopted, numbers in zip(groups, unshown, strict=False):
