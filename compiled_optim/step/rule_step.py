@@ -42,8 +42,7 @@ class RuleStep(Step):
         groups = engine.distinct_groups
         engine.schedules.follow(groups)
         super().__init__(engine.kind, engine.groups, engine.changes)
-        if engine.accumulated.was_on:
-            engine.accumulated.check(groups)
+        engine.accumulated.check(groups)
         rules = {kind: engine.accumulated.rule(kind) for kind in engine.kinds}
         with engine.state.kept_after_errors():
             plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
