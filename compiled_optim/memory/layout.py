@@ -271,7 +271,7 @@ def whole_stack(parts: Tensor, like: Any) -> Tensor:
 
 def parts_of_stack(stack: Tensor, like: Any) -> Tensor:
     """The local shards of the full tensors in ``stack``, sharded like ``like``: the inverse of :func:`whole_stack`."""
-    return local(spread_like(stack.movedim(0, -1), like)).movedim(-1, 0)
+    return local(spread_like(stack.movedim(0, -1), like)).movedim(-1, 0) if is_sharded(like) else stack
 
 
 def spread_like(tensor: Any, target: Any) -> Tensor:
