@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer, optimizer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,9 +26,6 @@ T = TypeVar("T")
 Captures: TypeAlias = tuple[torch.device, ...]
 """The devices whose work is being captured in graphs."""
 
-
-is_traced = torch.compiler.is_dynamo_compiling
-"""Whether Dynamo traces the caller."""
 
 compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What looks at each frame before it runs; None where nothing does."""
@@ -55,7 +53,7 @@ def outside_dynamo(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # A compiler that calls what Dynamo has traced has modes of its own, which must stay.
-        if is_traced() or (compiler_at_work() is not None and TracingContext.try_get() is None):
+        if is_dynamo_compiling() or (compiler_at_work() is not None and TracingContext.try_get() is None):
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
