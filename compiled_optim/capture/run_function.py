@@ -188,7 +188,7 @@ class RecordedStep:
         versions = zip(self._guards.params, self._param_versions, strict=True)
         self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
-        self._scalers = [engine.clipping.scaler for engine in self._engines]
+        self._scalers = [engine.clipping.given[1:3] for engine in self._engines]
         self._keys = self._followed()
 
     def check(self) -> None:
@@ -278,7 +278,7 @@ def _fits(grad: Tensor, found: Tensor) -> bool:
     return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())
 
 
-def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[object, ...] | None:
+def followed(engine: Engine, scaler: tuple[Any, ...] | None = None) -> tuple[object, ...] | None:
     """Hand what was assigned over to a graph of the engine's step, and return what the graph depends on.
 
     Returns None if the step is not current. The graph reads the tensors ``scaler``, by default those of the last step.
@@ -288,7 +288,7 @@ def followed(engine: Engine, scaler: tuple[Any, Any] | None = None) -> tuple[obj
     engine.check_numbers()
     graph = graph_of(engine.step)
     max_grad_norm, *_, skip_nonfinite = engine.clip_args
-    return graph.follow((max_grad_norm, *(scaler or engine.clipping.scaler), skip_nonfinite))
+    return graph.follow((max_grad_norm, *(scaler or engine.clipping.given[1:3]), skip_nonfinite))
 
 
 def _hypers_of(engine: Engine) -> dict[str, tuple[Tensor, int]]:

@@ -19,7 +19,7 @@ from compiled_optim.memory.layout import is_lost
 from compiled_optim.memory.torch_internals import (
     CAPTURING,
     Captures,
-    beside_captures,
+    beside_graphs,
     fakes_are_made,
     is_capturing,
     is_fake,
@@ -336,8 +336,8 @@ class Live:
             tensors, numbers = [live.tensor for live, _ in waiting], [number for _, number in waiting]
             with as_fake_as(tensors[0]):
                 captured = device in captures if device in asked else is_capturing(device)
-                if captured:  # replays must not write these numbers again
-                    beside_captures(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
+                if captured:  # replays must not write these numbers again, and the device has finished all earlier work
+                    beside_graphs(lambda: [t.fill_(n) for t, n in zip(tensors, numbers, strict=True)])  # noqa: B023
                 else:
                     host = torch.tensor(numbers, dtype=tensors[0].dtype, device="cpu")
                     sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)

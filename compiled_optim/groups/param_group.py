@@ -16,6 +16,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.compiler import is_dynamo_compiling
 
 from compiled_optim.groups.live import Changes, Live, Numbers, WatchedDict, WatchedList, address, as_fake_as, warn_of_driven
 from compiled_optim.groups.per_parameter import check_choices, kept
@@ -25,7 +26,6 @@ from compiled_optim.memory.torch_internals import (
     fakes_are_made,
     is_capturing,
     is_fake,
-    is_traced,
     outside_dynamo,
     outside_inference_mode,
 )
@@ -246,7 +246,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         numbers = self._numbers.get(key)
-        if numbers is None or is_traced() or compiler_at_work() is not None or not numbers.write_quickly(value):
+        if numbers is None or is_dynamo_compiling() or compiler_at_work() is not None or not numbers.write_quickly(value):
             self.update({key: value})
         else:
             dict.__setitem__(self, key, value)
@@ -406,9 +406,11 @@ def inherited(
     """The :func:`rule_of` a group, and the entries with which it begins in an optimizer of class ``own`` with ``defaults``.
 
     They are the defaults of the rule, and choices of the constructor that mean the same for all, such as ``weights``.
-    ``ValueError`` where the rule does not know such a choice.
+    ``ValueError`` where the rule does not know such a choice, or the group has no parameters.
     """
     kind = rule_of(group, own, where)
+    if "params" not in group:
+        raise ValueError(f"{where} has no 'params'")
     if kind is own:
         return kind, dict(defaults)
     fields = {name: vars(field).get("default", Parameter.empty) for name, field in kind._all_fields.items()}

@@ -24,7 +24,7 @@ from compiled_optim.lowering.owners import Owners, owners
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, parts_of_stack, plain_copy, whole_stack
-from compiled_optim.memory.torch_compiler import decompositions_of_inductor, obtain_graph
+from compiled_optim.memory.torch_compiler import obtain_graph
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
@@ -38,9 +38,8 @@ _ALONE = 1 << 13  # the most numbers that one program adds up where their count 
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """By operator, how Inductor is to write it; all its own ones are among them."""
-    aten = torch.ops.aten
-    return {**decompositions_of_inductor(), aten.mean.dim: _mean, aten.linalg_vector_norm.default: _norm}
+    """By operator, how Inductor is to write it, where not in its own way."""
+    return {torch.ops.aten.mean.dim: _mean, torch.ops.aten.linalg_vector_norm.default: _norm}
 
 
 def _mean(x: Tensor, dims: Sequence[int], keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Any:
@@ -400,7 +399,7 @@ def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]
 def _make(key: KernelKey) -> StackKernel | str:
     sequential, example = key.device in _SEQUENTIAL, functools.partial(_example, key)
     staged = None if sequential else decompositions()
-    graph = obtain_graph(_stack_function(key), example, key.device, OPTIONS | _OPTIONS, from_one=True, decompositions=staged)
+    graph = obtain_graph(_stack_function(key), example, key.device, OPTIONS | _OPTIONS, staged)
     if isinstance(graph, str):
         return graph
     made, (any_size, *_) = example("meta")

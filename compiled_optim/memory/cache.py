@@ -35,7 +35,11 @@ _refused: set[Path] = set()  # directories that could not be trusted or used in 
 
 def cache_directory() -> Path:
     """Where compiled code is kept: the user's cache, or a directory of this process if that cannot be used."""
-    wanted = _wanted()
+    placed = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if placed and os.path.abspath(placed) != default_cache_directory():
+        wanted = Path(placed).absolute() / "compiled_optim"
+    else:
+        wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "compiled_optim"
     return _private_directory() if wanted in _refused else wanted
 
 
@@ -64,13 +68,6 @@ def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -
                 stacklevel=2,
             )
         return loaded
-
-
-def _wanted() -> Path:
-    placed = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if placed and os.path.abspath(placed) != default_cache_directory():
-        return Path(placed).absolute() / "compiled_optim"
-    return Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "compiled_optim"
 
 
 @functools.cache

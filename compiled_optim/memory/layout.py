@@ -271,12 +271,7 @@ def whole_stack(parts: Tensor, like: Any) -> Tensor:
 
 def parts_of_stack(stack: Tensor, like: Any) -> Tensor:
     """The local shards of the full tensors in ``stack``, sharded like ``like``: the inverse of :func:`whole_stack`."""
-    if not is_sharded(like):
-        return stack
-    from torch.distributed.tensor import distribute_tensor
-
-    spread = distribute_tensor(stack.movedim(0, -1), like.device_mesh, like.placements, src_data_rank=None)
-    return spread.to_local().movedim(-1, 0)
+    return local(spread_like(stack.movedim(0, -1), like)).movedim(-1, 0) if is_sharded(like) else stack
 
 
 def spread_like(tensor: Any, target: Any) -> Tensor:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
+from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer, optimizer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -25,9 +26,6 @@ T = TypeVar("T")
 Captures: TypeAlias = tuple[torch.device, ...]
 """The devices whose work is being captured in graphs."""
 
-
-is_traced = torch.compiler.is_dynamo_compiling
-"""Whether Dynamo traces the caller."""
 
 compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
 """What looks at each frame before it runs; None where nothing does."""
@@ -55,7 +53,7 @@ def outside_dynamo(function: F) -> F:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         # A compiler that calls what Dynamo has traced has modes of its own, which must stay.
-        if is_traced() or (compiler_at_work() is not None and TracingContext.try_get() is None):
+        if is_dynamo_compiling() or (compiler_at_work() is not None and TracingContext.try_get() is None):
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
 
@@ -176,35 +174,27 @@ BESIDE_GRAPHS = "beside-graphs"
 """How the names of threads begin that :func:`beside_graphs` makes."""
 
 
-def beside_graphs(function: Callable[[], T], device: torch.device) -> T:
-    """Call ``function`` on a thread of its own, and return what it returned when its work on ``device`` is done.
+def beside_graphs(function: Callable[[], T], device: torch.device | None = None) -> T:
+    """Call ``function`` on a thread of its own, and return what it returned, when its work on ``device`` is done.
 
     This thread may be recording a graph, or running what is to be recorded next in the memory of that graph. Neither holds
-    for another thread: what it makes stays.
+    for another thread: what it makes stays, and its kernels run on the default stream, where graphs are usually replayed.
+    Without ``device`` nobody waits for them.
     """
+    cuda = device if device is not None and device.type == "cuda" else None
 
     def call() -> T:
-        if device.type != "cuda":
+        if cuda is None:
             return function()
-        with torch.cuda.device(device):
+        with torch.cuda.device(cuda):
             made = function()
-            torch.cuda.current_stream(device).synchronize()
+            torch.cuda.current_stream(cuda).synchronize()
             return made
 
-    if device.type == "cuda" and not is_capturing(device):  # a capture begins when all other work is done
-        torch.cuda.default_stream(device).wait_stream(torch.cuda.current_stream(device))
+    if cuda is not None and not is_capturing(cuda):  # a capture begins when all other work is done
+        torch.cuda.default_stream(cuda).wait_stream(torch.cuda.current_stream(cuda))
     with concurrent.futures.ThreadPoolExecutor(1, BESIDE_GRAPHS) as thread:
         return thread.submit(call).result()
-
-
-def beside_captures(function: Callable[[], object]) -> None:
-    """Call ``function``, which launches kernels and does no more, where no capture of this thread records them.
-
-    It runs on a thread of its own, and so on the default stream, where graphs are usually replayed. Whoever captures has let
-    the device finish all earlier work.
-    """
-    with concurrent.futures.ThreadPoolExecutor(1, BESIDE_GRAPHS) as thread:
-        thread.submit(function).result()
 
 
 def let_stay(tensor: Tensor) -> None:

@@ -102,11 +102,6 @@ class Clipping:
         return [self._taken.tensors.get(name) for name in CHOSEN]
 
     @property
-    def scaler(self) -> tuple[Any, Any]:
-        """``grad_scale`` and ``found_inf`` as they were taken."""
-        return self._taken.given[1], self._taken.given[2]
-
-    @property
     def measures_norm(self) -> bool:
         """Whether a step needs the norm of all gradients."""
         return any(name in self._taken.tensors for name in CHOSEN)

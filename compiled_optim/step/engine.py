@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.live import Changes, Live, WatchedList
-from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited, rule_of
+from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited
 from compiled_optim.groups.parameters import (
     check_params,
     first_repeat,
@@ -105,7 +105,7 @@ class Engine:
         self.launches = 0  # how many updates of some parameters or of all were launched here
         self.runs = 0  # how many steps were run here, captured ones among them
         self.steps = 0  # how many were taken, replayed ones among them
-        self._in_graphs: weakref.ref[Step] | None = None  # what compiled code holds CUDA graphs of, or held
+        self._in_graphs = ""  # the identity of the step that compiled code holds CUDA graphs of, or held
         self.inlined: InlinedStep | None = None  # what compiled code may hold in place of an operator
         self.defaults: dict[str, Any] = {}  # what groups take that lack it
         self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
@@ -122,7 +122,7 @@ class Engine:
         self.log = CompilationLog()
         self.takes_sparse = kind._gradients == "sparse"  # whether some parameters have sparse gradients
         self.is_watching = False  # whether steps note what they do to a few elements of each parameter
-        self.user_graphs = UserGraphs()
+        self._read_by_graphs: list[object] = []  # that users captured themselves: nobody says when such a graph is gone
         self.replace_state({})
 
     @property
@@ -204,8 +204,6 @@ class Engine:
         if kind is self.kind:
             defaults |= {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
         values = {**defaults, **param_group}
-        if "params" not in param_group:
-            raise ValueError(f"{label} has no 'params'")
         names, params = names_and_tensors(param_group["params"], f"{label}['params']")
         firsts, values["params"], aliases = without_aliases(names, params)
         if firsts:
@@ -231,13 +229,13 @@ class Engine:
                 "give the names of each model a prefix, such as 'encoder.'",
                 stacklevel=2,
             )
-        self.groups.append(self._group(values, index))
+        self.groups.append(self._group(kind, values, index))
         every_name = {name for group in self.groups for name in group.get("param_names", ())}
         self.aliases = {alias: name for alias, name in (self.aliases | aliases).items() if alias not in every_name}
         self.changes.pending = True
 
-    def _group(self, values: Mapping[str, Any], index: int) -> ParamGroup:
-        kind, own = rule_of(values, self.kind, f"param_groups[{index}]"), weakref.ref(self)  # which the group may outlive
+    def _group(self, kind: type[Declared], values: Mapping[str, Any], index: int) -> ParamGroup:
+        own = weakref.ref(self)  # which the group may outlive
         self._state_names.update(kind._state_names())
 
         def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
@@ -270,13 +268,11 @@ class Engine:
             if id(group) in made:
                 self.groups[index] = made[id(group)]
             elif not isinstance(group, ParamGroup):
-                if "params" not in group:
-                    raise ValueError(f"param_groups[{index}] has no 'params'")
                 kind, defaults = inherited(group, self.kind, self.defaults, f"param_groups[{index}]")
                 values = {**defaults, **group}
                 if not checked:
                     check_values(kind, values, defaults, index)
-                self.groups[index] = made[id(group)] = self._group(values, index)
+                self.groups[index] = made[id(group)] = self._group(kind, values, index)
         groups = self.distinct_groups
         self.kinds = list(dict.fromkeys([self.kind, *[group.kind for group in groups]]))
         for adopted, numbers in zip(groups, unshown, strict=False):
@@ -375,10 +371,11 @@ class Engine:
         Live.send(self.changes)
         self.takes_sparse = any(kind._gradients == "sparse" for kind in self.kinds)
         self.accumulated.keep(p for group in self.groups for p in group["params"])
-        self.step = self._make(self, grad_of)
+        before, self.step = self.step, self._make(self, grad_of)
         self._take_name()
         self.changes.pending = False
-        self.user_graphs.leave()
+        if before is not None:
+            before.leave_graphs()
         return self.step, None if grads is None else list(map(grad_of, self.params))
 
     def _take_name(self) -> None:
@@ -425,15 +422,14 @@ class Engine:
             if fits and not any(map(is_capturing, step.devices)):  # where nothing could be made
                 step = self.preallocate()
                 fits = self._fits_graphs(step)
-                before = self._in_graphs
-                if fits and (before is None or before() is not step):
+                if fits and self._in_graphs != step.identity:
                     cause = ""
-                    if before is not None:
+                    if self._in_graphs:
                         cause = "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
                         spend(f"{self.kind.__name__} would capture its step again: {cause}")
                     self._guard()
                     self.log.captures.append(cause)
-                    self._in_graphs = weakref.ref(step)
+                    self._in_graphs = step.identity
             return fits
 
     def _fits_graphs(self, step: Step) -> bool:
@@ -444,12 +440,8 @@ class Engine:
         is_there = len(step.devices) == 1 and can_capture(step.devices[0])
         return is_plain and is_there and is_near and grad_scale is None and found_inf is None
 
-    def inline(self, present: Sequence[int]) -> bool:
-        """Make the step current, and :attr:`inlined` of it, for gradients at ``present``. Whether code can hold that."""
-        return not isinstance(self.inline_or_say_why(present), str)
-
-    def inline_or_say_why(self, present: Sequence[int]) -> InlinedStep | str:
-        """Do as :meth:`inline`; return :attr:`inlined`, or why code cannot hold that."""
+    def inline(self, present: Sequence[int]) -> str:
+        """Make the step current, and :attr:`inlined` of it, for gradients at ``present``; say why code cannot hold that."""
         with self.lock:
             apart = {
                 "gradients are released in backward": self.release is not None,
@@ -469,7 +461,7 @@ class Engine:
             self.mark_stepped()
             self._guard()
             self.inlined = inlined
-            return inlined
+            return ""
 
     def _guard(self) -> None:
         """Note that compiled code may hold the step, which then asks nobody before it runs."""
@@ -490,13 +482,13 @@ class Engine:
 
     def follow_clipping(self) -> None:
         """Hand what was assigned to CUDA graphs of compiled code, whose replays ask nobody; or leave these."""
-        if (self._in_graphs or self.inlined) is None or any(map(is_capturing, self.current().devices)):
+        if not (self._in_graphs or self.inlined) or any(map(is_capturing, self.current().devices)):
             return
         with self.lock:
             if self.inlined is not None:
                 self.clipping.take(self.clip_args)
                 self.changes.pending |= not self.inlined.follows(self.clipping)
-            if self._in_graphs is not None and self.current().follow(self.clip_args) is None:
+            if self._in_graphs and self.current().follow(self.clip_args) is None:
                 self.changes.pending = True
 
     @outside_dynamo
@@ -611,33 +603,10 @@ class Engine:
                 "take one step before capturing, or let co.CUDAGraphRunner do so"
             )
         if not step.is_recorded:
-            self.user_graphs.hold(step.memory)
+            if not step.is_in_user_graph:
+                self._read_by_graphs.append(step.memory)
+            step.is_in_user_graph = True
             self.let_read()
-
-
-class UserGraphs:
-    """What graphs read that users captured themselves, without a runner: held, since nobody says when a graph is gone."""
-
-    def __init__(self) -> None:
-        self._held: list[object] = []
-        self._is_read = False  # whether the present step is among what a graph reads
-
-    def hold(self, memory: object) -> None:
-        """Note that a graph is to read ``memory``, which the present step uses."""
-        if not self._is_read:
-            self._held.append(memory)
-        self._is_read = True
-
-    def leave(self) -> None:
-        """Warn where the optimizer no longer uses what a graph reads."""
-        if self._is_read:
-            self._is_read = False
-            warnings.warn(
-                "groups, state or clipping changed after step() was captured in a CUDA graph, which still uses the old "
-                "ones; capture it again, or use co.CUDAGraphRunner",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
 
 _runner_captures: set[object] = set()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +20,6 @@ from compiled_optim.memory.torch_internals import called_while_tracing
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.traced import let_trace, run_inlined
-
-_keys = itertools.count()
-_modules: WeakValueDictionary[str, StepModule] = WeakValueDictionary()
-
-
-@called_while_tracing
-def _check_unchanged(key: str) -> None:
-    _modules[key].present()
 
 
 class StepModule(nn.Module):
@@ -42,8 +33,7 @@ class StepModule(nn.Module):
 
     def __init__(self, engine: Engine) -> None:
         super().__init__()
-        self._engine, self._key = engine, str(next(_keys))
-        _modules[self._key] = self
+        self._engine = engine
         self._inlined: InlinedStep | None = None
         self._inlined = self.present()
         self.params = engine.params
@@ -56,7 +46,7 @@ class StepModule(nn.Module):
 
     def forward(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Update ``params``, which stand for :attr:`params`, by ``grads``; those without a gradient stay as they are."""
-        _check_unchanged(self._key)
+        self._check_unchanged()
         if not len(params) == len(grads) == len(self.names):
             raise ValueError(f"it takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
         if torch.compiler.is_dynamo_compiling():
@@ -87,17 +77,21 @@ class StepModule(nn.Module):
         """The buffers that a step writes: state, counts and what it tells, but no hyperparameter."""
         return [getattr(self, name) for name in self._rows[0]]
 
+    @called_while_tracing
+    def _check_unchanged(self) -> None:
+        self.present()
+
     def present(self) -> InlinedStep:
         """The operations of the optimizer's next step; ``RuntimeError`` where it has none, or others than the module."""
         engine = self._engine
         where = [i for i, param in enumerate(engine.current().params) if param.requires_grad]
-        found = engine.inline_or_say_why(where)
-        found = "its parameters are DTensors" if any(map(is_sharded, engine.params)) else found
-        kind, self._name = engine.kind.__name__, engine.name
-        if isinstance(found, str):
-            can_choose = "lowered" in found and engine.lowering != "inductor" and not engine.takes_sparse
+        reason = engine.inline(where)
+        reason = "its parameters are DTensors" if any(map(is_sharded, engine.params)) else reason
+        kind, self._name, found = engine.kind.__name__, engine.name, engine.inlined
+        if reason or found is None:
+            can_choose = "lowered" in reason and engine.lowering != "inductor" and not engine.takes_sparse
             advice = "; make it with lowering='inductor'" if can_choose else ""
-            raise RuntimeError(f"a step of {kind} cannot be a module: {found}{advice}")
+            raise RuntimeError(f"a step of {kind} cannot be a module: {reason}{advice}")
         if self._inlined is not None and self._inlined is not found:
             changed = differences(self.description, self._described(found))
             what = first_three(changed) or "groups or state were replaced by others of the same form"

@@ -12,7 +12,7 @@ from torch import Tensor
 from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import Totals, lower
 from compiled_optim.memory.addresses import gradient
-from compiled_optim.memory.layout import MemoryOrder, as_real, flat, local_gradient
+from compiled_optim.memory.layout import MemoryOrder, as_real, flat
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
@@ -99,10 +99,11 @@ def check_numerics(engine: Engine) -> NumericsReport:
     Live.send(engine.changes)
     checked, stuck, uneven = [], [], {}
     for plan in [lowering.plan for lowering in current.lowerings]:
-        for member in plan.members:
-            grad = _gradient(plan, member)
-            if grad is None or plan.is_meta:
+        grads = plan.gradients(list(map(gradient, plan.params)))
+        for member, grad in zip(plan.members, grads, strict=True):
+            if plan.is_meta or (grad is None and plan.rule.gradients == "sparse"):
                 continue
+            grad = torch.zeros_like(member.param) if grad is None else grad  # momentum alone moves the parameter
             if share := _uneven(plan, member, grad):
                 uneven[member.name] = share
             before, after = (as_real(t) for t in _next(plan, member, grad))
@@ -133,14 +134,6 @@ def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:
     groups = filled(flat(MemoryOrder(member.param).arranged(sizes))).view(-1, GROUP)
     half = torch.where(groups > 0, groups, torch.nan).nanmedian(1).values  # of elements that are used at all
     return (half * 10 < groups.amax(1)).double().mean().item()
-
-
-def _gradient(plan: Plan, member: Member) -> Tensor | None:
-    """The gradient of the next step, or zeros, in which case momentum alone moves the parameter."""
-    grad = gradient(member.owner)
-    if grad is not None:
-        return grad if plan.rule.gradients == "sparse" else local_gradient(grad, member.owner)
-    return None if plan.rule.gradients == "sparse" else torch.zeros_like(member.param)
 
 
 def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:

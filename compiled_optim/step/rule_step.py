@@ -42,8 +42,7 @@ class RuleStep(Step):
         groups = engine.distinct_groups
         engine.schedules.follow(groups)
         super().__init__(engine.kind, engine.groups, engine.changes)
-        if engine.accumulated.was_on:
-            engine.accumulated.check(groups)
+        engine.accumulated.check(groups)
         rules = {kind: engine.accumulated.rule(kind) for kind in engine.kinds}
         with engine.state.kept_after_errors():
             plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
@@ -52,7 +51,7 @@ class RuleStep(Step):
             if engine.clipping.device != plans[0].device:
                 engine.clipping = Clipping(plans[0].device)
             engine.clipping.skip_overflow({param.dtype for plan in plans for param in plan.params})
-        self._log, self._accumulated, self._user_graphs = engine.log, engine.accumulated, engine.user_graphs
+        self._log, self._accumulated = engine.log, engine.accumulated
         self._clipping, self._schedules = engine.clipping, engine.schedules
         self._clipping.take(engine.clip_args)
         differentiable = any(g.get("differentiable", False) for g in groups)
@@ -244,7 +243,7 @@ class RuleStep(Step):
         self.changes.pending = False
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)
-            self._user_graphs.leave()
+            self.leave_graphs()
 
     def launch(self, closure: Callable[[], Any] | None = None) -> None:
         """Evaluate the schedules, measure the gradients where that is needed, and update."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -52,6 +53,7 @@ class Step:
         self.live = [g.for_compiled_code[0] for g in distinct]
         self.vectors = [g.for_compiled_code[1] for g in distinct]
         self.is_recorded = False  # whether a runner captures steps now, so that none is taken
+        self.is_in_user_graph = False  # whether a graph that a user captured, without a runner, reads what it uses now
         self._made_of = self._shapes()
 
     @classmethod
@@ -159,6 +161,17 @@ class Step:
             yield
         finally:
             self.is_recorded = False
+
+    def leave_graphs(self) -> None:
+        """Warn where the optimizer no longer uses what a user's graph reads."""
+        if self.is_in_user_graph:
+            self.is_in_user_graph = False
+            warnings.warn(
+                "groups, state or clipping changed after step() was captured in a CUDA graph, which still uses the old "
+                "ones; capture it again, or use co.CUDAGraphRunner",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
         """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.

@@ -18,14 +18,14 @@ from torch import Tensor
 from compiled_optim.memory.layout import local, traced_part
 from compiled_optim.memory.torch_internals import called_while_tracing, let_compilers_trace, mend_tracing
 from compiled_optim.step.engine import ENGINES, NAMED, Engine, without_number
-from compiled_optim.step.step import Step
+from compiled_optim.step.step import Gradients, Step
 
 
 @called_while_tracing
-def ask(key: str, method: str, *args: Any) -> bool | None:
+def ask(key: str, method: str, *args: Any) -> bool | str | None:
     """What this method of an engine returns, if a trace can hold it."""
     answer = getattr(ENGINES[key], method)(*args)
-    return answer if isinstance(answer, bool) else None
+    return answer if isinstance(answer, (bool, str)) else None
 
 
 @called_while_tracing
@@ -52,13 +52,22 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     is_sparse = engine.takes_sparse  # read of groups, this would depend on their entries
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
     is_scaled = scaler[0] is not None or scaler[1] is not None
-    if ask(engine.key, "inline", positions):
-        _record_operations(engine, positions, scaler, is_scaled=is_scaled)
+    if not ask(engine.key, "inline", positions):
+        step, inlined, owned = _guard(engine), engine.inlined, engine.params
+        assert inlined is not None
+        grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
+        params = [traced_part(p, p) for p in owned]
+        hypers = [step.vectors[group][name] for group, name in inlined.hypers]
+        clipping = []
+        if inlined.clips or is_scaled:
+            given = (None, *scaler, None)
+            clipping = [old if new is None else new for old, new in zip(inlined.clipping, given, strict=True)]
+        run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
         return
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
     owned, name = engine.params, engine.name
     if is_sparse:
-        torch.ops.compiled_optim.step_own_gradients(owned, name)
+        torch.ops.compiled_optim.step(owned, [], [*range(len(owned))], name)
         return
     params = [owned[i] for i in positions]
     grads = [traced_part(p.grad, p) for p in params]
@@ -68,22 +77,6 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
         torch.ops.compiled_optim.step_in_graph(updated, grads, positions, name)
     else:
         torch.ops.compiled_optim.step(updated, grads, positions, name)
-
-
-def _record_operations(
-    engine: Engine, positions: list[int], scaler: tuple[Tensor | None, Tensor | None], *, is_scaled: bool
-) -> None:
-    step = _guard(engine)
-    inlined, owned = engine.inlined, engine.params
-    assert inlined is not None
-    grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
-    params = [traced_part(p, p) for p in owned]
-    hypers = [step.vectors[group][name] for group, name in inlined.hypers]
-    clipping = []
-    if inlined.clips or is_scaled:
-        given = (None, *scaler, None)
-        clipping = [old if new is None else new for old, new in zip(inlined.clipping, given, strict=True)]
-    run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
 
 
 def run_inlined(
@@ -160,7 +153,7 @@ _library = torch.library.Library("compiled_optim", "FRAGMENT")  # type: ignore[n
 
 
 def _step(
-    run: Callable[[Engine, list[Tensor | None]], None],
+    run: Callable[[Engine, Gradients], None],
     params: list[Tensor],
     grads: list[Tensor],
     positions: Sequence[int],
@@ -168,12 +161,15 @@ def _step(
 ) -> None:
     """Let an engine ``run`` with ``grads`` of ``params``, which are those at ``positions``, ascending, of its parameters.
 
+    Without any, it runs with the gradients that they have then: Dynamo refuses to read sparse ones.
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
     """
     engine = _found(optimizer, params, positions)
     owned = _at(engine, positions)
-    given: list[Tensor | None] = [*grads]
-    if len(positions) < len(engine.params):
+    given: Gradients = [*grads]
+    if params and not grads:
+        given = None
+    elif len(positions) < len(engine.params):
         by_position = dict(zip(positions, grads, strict=True))
         given = [by_position.get(i) for i in range(len(engine.params))]
     run(engine, given)
@@ -185,24 +181,15 @@ def _step(
                 torch.autograd.graph.increment_version(copy)
 
 
-def _step_own_gradients(params: list[Tensor], optimizer: str) -> None:
-    """Update ``params``, all of the optimizer's parameters, from the gradients that they have when the graph runs.
-
-    For gradients that a graph cannot hold: Dynamo refuses to read sparse ones.
-    """
-    _step(lambda engine, _: engine.run(), params, [], range(len(params)), optimizer)
-
-
 OPERATORS: dict[str, Callable[..., None]] = {
     "step": functools.partial(_step, Engine.run),
     "step_in_graph": functools.partial(_step, Engine.run_in_graph),
-    "step_own_gradients": _step_own_gradients,
 }
-"""By name, what each operator does. The host's half of all but one must run every time: no CUDA graph may hold them."""
+"""By name, what each operator does. The host's half of the first must run every time: no CUDA graph may hold it."""
 
 for _name, _run in OPERATORS.items():
-    _given = "" if _run is _step_own_gradients else "Tensor[] grads, int[] positions, "
     _tags = () if _name == "step_in_graph" else (torch.Tag.cudagraph_unsafe,)
-    _library.define(f"{_name}(Tensor(a!)[] params, {_given}str optimizer) -> ()", tags=_tags)  # type: ignore[no-untyped-call]
+    _form = "(Tensor(a!)[] params, Tensor[] grads, int[] positions, str optimizer) -> ()"
+    _library.define(_name + _form, tags=_tags)  # type: ignore[no-untyped-call]
     _library.impl(_name, _run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     torch.library.register_fake(f"compiled_optim::{_name}", lambda *args: None, lib=_library)

@@ -32,7 +32,7 @@ from perf.lowering import inductor_source
 
 _OWN: dict[str, tuple[str, Callable[[Engine], bool]]] = {
     "operator": ("multi_tensor", lambda engine: engine.preallocate_for_graphs()),
-    "inlined": ("inductor", lambda engine: engine.inline(range(len(engine.params)))),
+    "inlined": ("inductor", lambda engine: not engine.inline(range(len(engine.params)))),
 }
 """Steps in functions that the user compiles: their lowerings, and what Dynamo has done while it traces them."""
 

@@ -91,7 +91,7 @@ class TestStep:
         return co.compile_report(ours.optimizer)
 
     def test_numbers_that_wait_are_sent_before_the_capture_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(live, "beside_captures", lambda *args: pytest.fail("sent in the capture"))
+        monkeypatch.setattr(live, "beside_graphs", lambda *args: pytest.fail("sent in the capture"))
         self.run(lr_assigned)
 
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)

@@ -392,7 +392,6 @@ def test_no_compiler_puts_an_operator_whose_host_half_must_run_into_a_cuda_graph
 
     graph = torch.fx.Graph()
     assert is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step.default))
-    assert is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step_own_gradients.default))
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.compiled_optim.step_in_graph.default))
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.mul.Tensor))
 

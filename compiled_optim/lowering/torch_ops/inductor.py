@@ -250,7 +250,7 @@ def _make(key: KernelKey) -> Kernel | str:
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
     for stage, function in uncompiled(key).items():
         example = functools.partial(_example, key, stage, sizes)
-        graph = obtain_graph(_compilable(key, function), example, key.device, options, from_one=True)
+        graph = obtain_graph(_compilable(key, function), example, key.device, options)
         if isinstance(graph, str):
             return graph
         graphs[stage] = functools.partial(_run, key, graph, sizes)
