@@ -24,7 +24,7 @@ from compiled_optim.checkpoint.read import (
 )
 from compiled_optim.checkpoint.state_dict import Copies, LoadReport
 from compiled_optim.groups.parameters import parameters_of
-from compiled_optim.memory.layout import as_part_of, local, spread_like
+from compiled_optim.memory.layout import as_part_of, local
 from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 from compiled_optim.rule.storage import parts_of
@@ -166,11 +166,7 @@ def load_named_state_dict(
         if strict:
             kinds = ", ".join(type(each).__name__ for each in optimizers)
             checkpoint.refuse_mismatches(report, checkpoint.STRICTLY.format(kinds))
-        targets = [target for load in prepared for target in load.targets]
-        for load in prepared:
-            load.copies = checkpoint.set_apart(load.copies, targets)
-        for load in prepared:
-            load.write()
+        checkpoint.write(*prepared)
     for each in optimizers:
         for post_hook in each._optimizer_load_state_dict_post_hooks.values():
             post_hook(each)
@@ -317,9 +313,7 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
             copies += [(entries[name], value)] if stored is None else stored.copies(value)
         if foreign:  # such as what modules add with get_extra_state; this may fail
             model.load_state_dict({name: given[name] for name in foreign}, strict=False)
-        copies = [(target, source) for target, source in copies if not checkpoint.is_same(target, source)]
-        for target, source in checkpoint.set_apart(copies, [target for target, _ in copies]):
-            target.copy_(spread_like(source, target))
+        checkpoint.copy_all(copies)
 
 
 @contextlib.contextmanager

@@ -8,12 +8,11 @@ them keeps working. What hooks and wrappers keep in an optimizer's state is fore
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -42,7 +41,7 @@ from compiled_optim.checkpoint.read import (
 )
 from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.groups.parameters import advising
-from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
+from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scalar, Scale
@@ -98,30 +97,6 @@ class PreparedLoad:
     group_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index of the group; numbers are Python's
     copies: Copies = field(default_factory=list)  # into state tensors, live or new
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
-
-    @property
-    def targets(self) -> list[Tensor]:
-        """The tensors that are written into: of hyperparameters and of state."""
-        groups = [(self.groups[index], values.keys()) for index, values in self.group_values.items()]
-        read = [group.read_only(key) for group, keys in groups for key in keys & group.for_compiled_code[0].keys()]
-        return [*itertools.chain(*read), *[target for target, _ in self.copies]]
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Write. DTensors are spread over the processes as they are copied, one at a time."""
-        for index, values in self.group_values.items():
-            for key, value in values.items():
-                self.groups[index].load(key, value)
-        for each in self.params:
-            if each.new or each.gone:
-                self.state[each.own.key].update(each.new)
-                for name in each.gone:
-                    del self.state[each.own.key][name]
-        self.state.replace_foreign(self.foreign)
-        for target, source in self.copies:
-            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
-        for function in self.afterwards:
-            function()
 
 
 def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
@@ -356,8 +331,7 @@ def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], value
         if target.requires_grad:
             with outside_inference_mode():
                 target = new[name] = torch.empty_like(target)
-        if not is_same(target, source):
-            copies.append((target, source))
+        copies.append((target, source))
     return copies
 
 
@@ -526,18 +500,36 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
 
 
 @torch.no_grad()
-def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
-    """``copies`` with clones of those sources that lie in the memory of ``written``, as live tensors of a state dict may."""
-    spans = sorted([span(t if type(t) in TORCH_TYPES else local(t)) for t in written])
-    starts = [start for start, _ in spans]
-    ends = list(itertools.accumulate([end for _, end in spans], max))
+def copy_all(copies: Copies) -> None:
+    """Copy each source into its target, as if all at once. DTensors are spread over the processes one at a time.
 
-    def is_written(source: Tensor) -> bool:
-        start, end = span(source if type(source) in TORCH_TYPES else local(source))
-        before = bisect.bisect_left(starts, end)
-        return before > 0 and ends[before - 1] > start
+    A source that shares storage with a target, as live tensors of a state dict may, is cloned before anything is written.
+    """
+    moving = [(target, source) for target, source in copies if not is_same(target, source)]
+    written = {local(target).untyped_storage().data_ptr() for target, _ in moving}
 
-    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies]
+    apart = [
+        s.clone() if isinstance(s, Tensor) and local(s).untyped_storage().data_ptr() in written else s for _, s in moving
+    ]
+    for (target, _), source in zip(moving, apart, strict=True):
+        target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+
+
+def write(*loads: PreparedLoad) -> None:
+    """Write ``loads`` that were all prepared: first the tensors, which a source of another load may lie in."""
+    copy_all([pair for load in loads for pair in load.copies])
+    for load in loads:
+        for index, values in load.group_values.items():
+            for key, value in values.items():
+                load.groups[index].load(key, value)
+        for each in load.params:
+            if each.new or each.gone:
+                load.state[each.own.key].update(each.new)
+                for name in each.gone:
+                    del load.state[each.own.key][name]
+        load.state.replace_foreign(load.foreign)
+        for function in load.afterwards:
+            function()
 
 
 @torch.no_grad()
@@ -569,7 +561,6 @@ def prepare_load(
         conflicts = check_groups(load, saved["param_groups"], keep=keep)
         check_state(load, known)
         load.report.mismatched.extend(conflicts)
-        load.copies = set_apart(load.copies, load.targets)
         if names := names_to_take(groups, saved["param_groups"]):
             load.afterwards += [partial(g.set_quietly, "param_names", n) for g, n in zip(groups, names, strict=False)]
             load.afterwards.append(partial(aliases.update, saved.get("aliases", {})))
