@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import Changes, WatchedDict
+from compiled_optim.groups.live import WatchedDict
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.memory.layout import (
@@ -62,20 +62,12 @@ class ParamState(WatchedDict[str, Any]):
 
     Entries can be assigned, written in place, and given other memory with ``.data =``. The next step follows. Only a write
     with ``dict.__setitem__(state, name, tensor)`` goes past this class and is not noticed: steps go on with the old tensor.
-
-    Args:
-        values, changes: as for a :class:`WatchedDict`.
-        names: what a step may look at; None for everything. Under other names somebody may keep anything.
     """
 
     initial: Mapping[str, float | Tensor] | None = None
     """What the optimizer filled it with when it was empty; None if it never was."""
     rule = ""
     """The name of the rule that last used it; empty where somebody wrote entries since."""
-
-    def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
-        super().__init__(values, changes=changes)
-        self._names = names
 
     def is_initial(self) -> bool:
         """Whether every entry is as the optimizer made it, so that nothing is lost with them. Waits for the device."""
@@ -94,9 +86,6 @@ class ParamState(WatchedDict[str, Any]):
         if self._is_watched(key):
             self.rule = ""
 
-    def _is_watched(self, *key: Any) -> bool:
-        return self._names is None or not key or key[0] in self._names
-
 
 class OptimizerState(WatchedDict[Any, Any]):
     """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch.
@@ -104,10 +93,6 @@ class OptimizerState(WatchedDict[Any, Any]):
     Under a key that is no tensor somebody may keep anything, at which no step looks. ``names`` are those of every
     :class:`ParamState`.
     """
-
-    def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
-        super().__init__(values, changes=changes)
-        self._names = names
 
     def _is_watched(self, *key: Any) -> bool:
         return not key or isinstance(key[0], Tensor)
