@@ -285,18 +285,18 @@ class StateForm(NamedTuple):
         if not fields or not all([_is_readable(field, state[entry], self.param) for entry, field in fields.items()]):
             return
         try:
-            changes = self.converted({entry: state[entry] for entry in fields})
+            stored = self.converted({entry: state[entry] for entry in fields})
         except ValueError as error:
             raise ValueError(f"the state of '{name}' does not fit: {error}") from error
-        for entry, field in fields.items():
-            if entry not in changes and field.dtype and (wanted := field.dtype(self.choices)) is not None:
-                changes[entry] = state[entry] if state[entry].dtype == wanted else state[entry].detach().to(wanted)
-        state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
-        for entry in [entry for entry, tensor in changes.items() if tensor is None]:
+        for entry in fields.keys() & stored.keys():
+            if (dtype := fields[entry].dtype) and (wanted := dtype(self.choices)) not in (None, stored[entry].dtype):
+                stored[entry] = stored[entry].detach().to(wanted)
+        state.update_quietly(stored)
+        for entry in fields.keys() - stored.keys():
             state.drop_quietly(entry)
 
-    def converted(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """What changes in ``entries`` when they are stored in this form: new ones by name, or None for one that goes.
+    def converted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """``entries`` stored in this form; those that need not change as they are.
 
         Buffers are decoded and encoded. A weight is joined with its part and stored with as many of those bits as the new
         part has, for the parameter as it is now.
@@ -304,14 +304,13 @@ class StateForm(NamedTuple):
         Raises:
             ValueError: codes have no scales, or not as many as groups, or are of the other kind; or a weight has two parts.
         """
-        names: list[str] = []
-        new: dict[str, Tensor] = {}
+        kept, stored = dict(entries), self._stored_part(entries)
         for field in [b for b in self.declaration.buffers if b.int8]:
             if held := held_name(field, entries):
-                names += [field.name, code_name(field.name), scale_name(field.name)]
-                new |= self._stored_buffer(field, held, entries)
-        new |= self._stored_part(entries)
-        return {name: new.get(name) for name in (*names, *PARTS) if new.get(name) is not entries.get(name)}
+                stored |= self._stored_buffer(field, held, entries)
+                for name in (field.name, code_name(field.name), scale_name(field.name)):
+                    kept.pop(name, None)
+        return {name: entry for name, entry in kept.items() if name not in PARTS} | stored
 
     def _stored_buffer(self, field: Buffer, held: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries that store the buffer ``field``, now in the entry ``held``."""
@@ -388,11 +387,6 @@ def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
         return False
     has_shape = field.grouped or field.shape is not None or value.shape == param.shape
     return has_shape and is_fake(value) == is_fake(param)
-
-
-def changed(entries: Mapping[str, Any], changes: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """``entries`` with the ``changes`` that :meth:`StateForm.converted` returned."""
-    return {name: value for name, value in {**entries, **changes}.items() if value is not None or name not in changes}
 
 
 def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:

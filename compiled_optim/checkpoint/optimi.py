@@ -31,7 +31,7 @@ from compiled_optim.rule.fields import Hyper, Option, Static
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.storage import PARTS, code_name
 from compiled_optim.rule.transforms import DECOUPLED
-from compiled_optim.state import StateForm, changed
+from compiled_optim.state import StateForm
 
 STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "la_param", "kahan_comp")  # of a parameter, besides its step
 _BETAS = ("beta1", "beta2", "beta3")
@@ -147,8 +147,8 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
                 form = forms(place)
                 in_kahan = {"weights": form.split and ("kahan", form.split[2]), "state_dtype": ()}
                 form = form._replace(choices={**form.choices, **in_kahan})
-                stored = {b.name: entries[b.name] for b in declaration.buffers if entries.get(b.name) is not None}
-                saved["state"][keys[place]] = changed(entries, form.converted(stored))
+                present = {name: entry for name, entry in entries.items() if entry is not None}
+                saved["state"][keys[place]] = form.converted(present)
     return saved
 
 

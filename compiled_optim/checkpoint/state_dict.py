@@ -54,7 +54,6 @@ from compiled_optim.state import (
     OptimizerState,
     StateForm,
     adds_nothing,
-    changed,
     check_codes,
     fill,
     held_name,
@@ -356,10 +355,10 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
     for buffer in form.declaration.buffers:
         if buffer.int8 and (held := held_name(buffer, saved)):
             stored |= _coded(form, buffer, held, saved)
-    changes = form.converted(stored)
+    new = form.converted(stored)
     if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
-        del changes[name]
-    return changed(saved, changes)
+        new[name] = saved[name]
+    return {name: value for name, value in saved.items() if name not in stored} | new
 
 
 def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
