@@ -25,11 +25,11 @@ from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import canonical_name, canonical_names, numbered, parameter_name
-from compiled_optim.memory.layout import TORCH_TYPES, full_tensor, has_memory, is_lost, is_sharded, local, plain_copy
+from compiled_optim.memory.layout import DTYPES, TORCH_TYPES, full_tensor, has_memory, is_lost, is_sharded, local, plain_copy
 from compiled_optim.memory.torch_internals import shape_of_part
 
 FLOATING = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
+    *DTYPES,
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
 

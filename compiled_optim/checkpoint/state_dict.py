@@ -321,9 +321,7 @@ def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], value
         target, source = new.get(name, live.get(name)), values.get(name, begun)
         if target is None or (name in PARTS and name not in values):
             continue
-        shape = tuple(source.shape) if isinstance(source, Tensor) else None
-        if shape is None and name in fields:
-            shape = form.shape_of(fields[name])
+        shape = form.shape_of(fields[name]) if name in fields else None
         if was_stepped and is_same(target, source):
             source = begun
         check_writable(target, f"the optimizer's own {name}", shape, source)
@@ -414,10 +412,9 @@ def is_same(a: Tensor, b: float | Tensor) -> bool:
     """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a shard."""
     if not isinstance(b, Tensor):
         return False
-    are_whole = type(a) in TORCH_TYPES and type(b) in TORCH_TYPES
-    here, there = (a, b) if are_whole else (local(a), local(b))
+    here, there = local(a), local(b)
     in_place = (here.data_ptr(), here.stride(), a.dtype) == (there.data_ptr(), there.stride(), b.dtype)
-    return in_place and (are_whole or placement(a) == placement(b))
+    return in_place and placement(a) == placement(b)
 
 
 _ENTRIES = """
