@@ -23,7 +23,7 @@ from compiled_optim.checkpoint.read import (
     refuse_foreign,
 )
 from compiled_optim.checkpoint.state_dict import Copies, LoadReport
-from compiled_optim.groups.parameters import parameters_of
+from compiled_optim.groups.parameters import named_parameters, parameters_of
 from compiled_optim.memory.layout import as_part_of, local
 from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
@@ -44,11 +44,9 @@ def _labeled(optimizers: Any) -> dict[str, CompiledOptimizer]:
     labeled = {f"optimizers[{index}] ({type(each).__name__})": each for index, each in enumerate(listed)}
     owners: dict[int, str] = {}
     for label, optimizer in labeled.items():
-        for group in optimizer.param_groups:
-            for j, param in enumerate(group["params"]):
-                if (other := owners.setdefault(id(param), label)) != label:
-                    name = (group.get("param_names") or {j: j})[j]
-                    raise ValueError(f"{other} and {label} both have the parameter '{name}'")
+        for name, param in named_parameters(optimizer.param_groups):
+            if (other := owners.setdefault(id(param), label)) != label:
+                raise ValueError(f"{other} and {label} both have the parameter '{name}'")
     return labeled
 
 
@@ -185,17 +183,18 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
         aliases |= engine.aliases
     kinds = [kind for each in optimizers for kind in engine_of(each).kinds]
     params, _, unexpected = match(groups, aliases, saved, checkpoint.known_names(*kinds))
-    parts = []
-    for index in range(len(optimizers)):
+
+    def part(index: int) -> dict[str, Any]:
         names = {each.saved.key for each in params if owners[each.own.group] == index}
         its_groups = [{**g, "params": [name for name in g["params"] if name in names]} for g in saved["param_groups"]]
-        part = {
+        return {
+            **saved,
             "state": {name: entries for name, entries in saved["state"].items() if name in names},
             "param_groups": [group for group in its_groups if group["params"]],
             "aliases": {alias: name for alias, name in saved.get("aliases", {}).items() if name in names},
         }
-        parts.append({**saved, **part})
-    return parts, unexpected
+
+    return [part(index) for index in range(len(optimizers))], unexpected
 
 
 def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
