@@ -32,9 +32,9 @@ from compiled_optim.checkpoint.read import (
     check_memory,
     described,
     foreign_state,
+    group_names,
     is_set,
     match,
-    names_to_take,
     naming,
     plain,
     read,
@@ -554,8 +554,10 @@ def prepare_load(
         load = PreparedLoad(LoadReport(missing, unexpected + orphans, []), groups, state, params, foreign)
         check_groups(load, saved["param_groups"], keep=keep)
         check_state(load, known)
-        if names := names_to_take(groups, saved["param_groups"]):
-            load.afterwards += [partial(g.set_quietly, "param_names", n) for g, n in zip(groups, names, strict=False)]
+        theirs = saved["param_groups"]
+        if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in theirs]):
+            pairs = zip(groups, map(group_names, theirs), strict=False)
+            load.afterwards += [partial(group.set_quietly, "param_names", names) for group, names in pairs]
             load.afterwards.append(partial(aliases.update, saved.get("aliases", {})))
     if strict:
         refuse_mismatches(load.report, STRICTLY.format(declaration.name))

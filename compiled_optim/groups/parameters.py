@@ -62,12 +62,6 @@ def first_three(names: Sequence[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-def canonical_names(names: Sequence[str]) -> list[str]:
-    """:func:`canonical_name` of each of ``names``; all as they are if two would become equal."""
-    short = list(map(canonical_name, names))
-    return short if len(set(short)) == len(set(names)) else list(names)
-
-
 def alternatives(pattern: str) -> list[str]:
     """Split ``pattern``, such as ``"*.bias|*norm*"``; ``ValueError`` if one of its alternatives is empty."""
     found = pattern.split("|")
