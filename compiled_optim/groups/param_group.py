@@ -410,11 +410,10 @@ def inherited(
         field = own._all_fields.get(name)
         if isinstance(field, Hyper) or (isinstance(field, Static) and name in own._declared) or name in own._modes:
             continue
-        if isinstance(field, Option) and field.patterns and name not in known:  # which name parameters of other groups
-            continue
+        names_others = isinstance(field, Option) and field.patterns  # parameters of other groups
         if name in known:
             entries[name] = value
-        elif name not in own._group_flags and value != getattr(field, "default", value):
+        elif not names_others and name not in own._group_flags and value != getattr(field, "default", value):
             raise ValueError(f"{name}={value!r} does not go with {kind.__name__}, the {RULE} of {where}: give it to groups")
     return kind, entries
 
@@ -431,8 +430,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     if absent := [h.name for h in kind._fields_of(Hyper) if h.name not in group]:
         raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
     hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
-    for hyper in kind._fields_of(Hyper):
-        value = hypers[hyper.name]
+    for hyper, value in zip(kind._fields_of(Hyper), hypers.values(), strict=True):
         was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
         if (value is not None or not hyper.like) and not was_own and hyper.choice(value) is None:
             # A group that is there refuses a number out of range in the next step.

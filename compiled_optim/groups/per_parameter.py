@@ -101,6 +101,7 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
     return scale.number(chosen, name, group["params"][index], where)
 
 
+@advising()
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What each of ``options`` chooses for one parameter of a group; ``ValueError`` where a choice does not fit it."""
     names = _names(group, index)
@@ -111,8 +112,7 @@ def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index:
             raise ValueError(f"{where} has no name for the pattern {patterns[0]!r}")
         return any(matches(pattern, names) for pattern in patterns)
 
-    with advising():
-        found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options if o.of}
+    found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options if o.of}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
