@@ -164,12 +164,13 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str
         names = dict(zip(group["params"], parameter_names(group, i), strict=True))
         entries = {param: found for param in names if (found := state_dict["state"].get(param))}
         form = _checked_form(group, keys, {name for found in entries.values() for name in found}, where)
-        steps = {names[param]: found.get("step") for param, found in entries.items()}
-        step = _common_step(steps, where) if "eps" in form else 1  # an optimizer without eps counts no steps
+        begun = None if "eps" in form else 1  # an optimizer without eps counts no steps
+        counts = {names[p]: _integer(found.get("step", begun), f"the step of '{names[p]}'") for p, found in entries.items()}
+        step = begun or _common_step(counts, where)
         groups.append(_optimi_group(group, keys, form, step, where))
         groups[-1]["kahan_sum"] = any(found.get("kahan_comp") is not None for found in entries.values())
         for param, found in entries.items():
-            if step and _integer(found.get("step", 1), f"the step of '{names[param]}'"):
+            if counts[names[param]]:
                 state[param] = _optimi_state(found, form, groups[-1], step, f"the state of '{names[param]}'")
     return {"state": {param: found for param, found in state.items() if found}, "param_groups": groups}
 
@@ -207,9 +208,8 @@ def _checked_form(group: Mapping[str, Any], keys: set[str], entries: set[Any], w
     return form
 
 
-def _common_step(steps: Mapping[str, Any], where: str) -> int:
-    """The step count of a group of parameters with these ``steps``, by name."""
-    counts = {name: _integer(step, f"the step of '{name}'") for name, step in steps.items()}
+def _common_step(counts: Mapping[str, int], where: str) -> int:
+    """The step count of a group of parameters with these ``counts``, by name."""
     first = next(iter(counts), "")
     if other := next((name for name in counts if counts[name] != counts[first]), None):
         raise ValueError(
