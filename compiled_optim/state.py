@@ -157,7 +157,7 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     for field in fields:
         value = group[field.init] if isinstance(field.init, str) else field.init
         recorded = isinstance(field, Buffer) and group.get("differentiable", False)
-        values[field.name] = value if isinstance(value, float) or recorded else value.detach()
+        values[field.name] = value.detach() if isinstance(value, Tensor) and not recorded else value
     return values
 
 

@@ -12,6 +12,7 @@ import contextlib
 import copy
 import functools
 import itertools
+from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +45,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scalar, Scale
+from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale
 from compiled_optim.rule.rule import RULE, WHY, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
@@ -226,10 +227,7 @@ def check_state(load: PreparedLoad, known: Collection[str]) -> None:
     def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
         declaration = group.kind._declaration
-        fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
-        hypers = {field.init for field in fields if isinstance(field.init, str)}
-        numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
-        initial = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
+        initial = initial_values(declaration, ChainMap(loaded, group))
         return initial, StateForm.of_group(declaration, load.groups, index, loaded)
 
     problems = load.report.mismatched
@@ -316,12 +314,12 @@ def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], value
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name, begun in initial.items():
-        target, source = new.get(name, live.get(name)), values.get(name, begun)
+        target, source = new.get(name, live.get(name)), values.get(name)
         if target is None or (name in PARTS and name not in values):
             continue
+        if source is None or (was_stepped and is_same(target, source)):
+            source = float(begun)
         shape = form.shape_of(fields[name]) if name in fields else None
-        if was_stepped and is_same(target, source):
-            source = begun
         check_writable(target, f"the optimizer's own {name}", shape, source)
         if target.requires_grad:
             with outside_inference_mode():
