@@ -130,8 +130,7 @@ class OptimizerState(WatchedDict[Any, Any]):
         """Let ``values`` be all that is kept under keys that are no tensors."""
         for key in self.foreign:
             self.drop_quietly(key)
-        for key, value in values.items():
-            self.set_quietly(key, value)
+        self.update_quietly(values)
 
 
 def _holds(entry: Any, value: float | Tensor) -> bool:

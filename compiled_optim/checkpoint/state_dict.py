@@ -433,23 +433,6 @@ def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:
     return isinstance(key, Tensor) or (isinstance(value, Mapping) and {*value} <= known and len(value) > 0)
 
 
-def check_foreign(
-    saved: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]
-) -> tuple[dict[Any, Any], list[str]]:
-    """The foreign state of ``saved``, and what state of parameters it has that belongs to none.
-
-    A key that is already in the ``live`` foreign state is foreign, even if its value resembles a parameter's.
-    """
-    foreign, orphans = {}, []
-    for key, value in foreign_state(saved).items():
-        what = f"the state of {described(key)}"
-        if key not in live and is_orphan(key, value, known):
-            orphans.append(what)
-        else:
-            foreign[key] = copied(value, what)
-    return foreign, orphans
-
-
 STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
 
 
@@ -546,10 +529,16 @@ def prepare_load(
     declaration, keep = kinds[0]._declaration, hyperparameters == "keep"
     with naming("the state dict", passing=(ValueError, TypeError)):
         given, known = read(state_dict), known_names(*kinds)
-        foreign, orphans = check_foreign(given, known, state.foreign)
+        apart, live = foreign_state(given), state.foreign
+        orphans = {  # a key that is live is foreign, even if its value resembles a parameter's
+            key: f"the state of {described(key)}"
+            for key, value in apart.items()
+            if key not in live and is_orphan(key, value, known)
+        }
+        foreign = {k: copied(v, f"the state of {described(k)}") for k, v in apart.items() if k not in orphans}
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, known)
-        load = PreparedLoad(LoadReport(missing, unexpected + orphans, []), groups, state, params, foreign)
+        load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], []), groups, state, params, foreign)
         check_groups(load, saved["param_groups"], keep=keep)
         check_state(load, known)
         theirs = saved["param_groups"]
