@@ -188,11 +188,6 @@ class Live:
         self._copy: Tensor | None = None  # what was read last while the device writes the number
 
     @property
-    def is_private(self) -> bool:
-        """Whether a Python number was written here, and nobody else can write another one."""
-        return self.written_last is not None and not (self.has_escaped or self.is_driven)
-
-    @property
     def written(self) -> float | None:
         """The Python number that was written or fetched last; None if a tensor or somebody else may have written since."""
         version = _version(self.tensor)
@@ -284,7 +279,7 @@ class Live:
                     self._version, self.written_last = _version(self.tensor), value
 
     def write_plain(self, value: float) -> bool:
-        """Write ``value`` if :attr:`is_private`, without counting up the tensor's version; return whether it was written."""
+        """Write ``value`` where nobody else can write, without counting up the tensor's version; whether that was done."""
         if (memory := self._memory_last) is None:
             return self._wait(value)
         memory.value = self.written_last = value

@@ -158,7 +158,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def _show(self, key: str, *, new: bool = False) -> None:
         """Put a hyperparameter's present numbers into the dict, if it has the entry or gets it as a ``new`` one."""
         numbers = self._numbers[key]
-        is_private = [n.is_private for n in numbers]
+        is_private = [n.written is not None and not n.has_escaped for n in numbers]
         numbers.are_open = not all(is_private)
         is_entry = new or self._is_entry(key)
         numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
