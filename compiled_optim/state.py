@@ -221,9 +221,15 @@ class StateForm(NamedTuple):
         for name in self.declaration.scalar_names:
             value: Any = state.get(name)
             if value is None or (isinstance(value, Tensor) and value.is_meta):
-                made[name] = _new_scalar(initial[name], dtype, device)
-            elif not isinstance(value, Tensor) or value.device != device or value.dtype != dtype or value.dim():
-                made[name] = _new_scalar(value, dtype, device)
+                value = initial[name]
+            elif isinstance(value, Tensor) and (value.device, value.dtype, value.dim()) == (device, dtype, 0):
+                continue
+            if isinstance(value, Tensor) and value.requires_grad:  # goes on with its graph, in a differentiable step
+                with torch.enable_grad():
+                    made[name] = value.reshape(()).to(device, dtype)
+            else:
+                fresh = torch.empty((), dtype=dtype, device=device)
+                made[name] = fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
         for field in self.declaration.buffers:
             if field.name in buffers:
                 value = state.get(field.name)
@@ -356,15 +362,6 @@ class StateForm(NamedTuple):
 
     def _field(self, name: str) -> Buffer:
         return next(b for b in self.declaration.buffers if b.name == name)
-
-
-def _new_scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new 0-dim tensor of ``value``; of one that requires grad with its graph, for a differentiable step."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        with torch.enable_grad():
-            return value.reshape(()).to(device, dtype)
-    fresh = torch.empty((), dtype=dtype, device=device)
-    return fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
 
 
 def fill(entry: Tensor, value: float | Tensor) -> Tensor:

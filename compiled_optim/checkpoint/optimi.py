@@ -27,7 +27,7 @@ from compiled_optim.checkpoint.read import (
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import parameter_names, parameters_of
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Hyper, Option, Static
+from compiled_optim.rule.fields import Hyper, Option, Scale, Static
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.transforms import DECOUPLED
 from compiled_optim.state import StateForm
@@ -131,9 +131,8 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
     if not (update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS):
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(groups):
-        by_name = isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale)
-        if by_name or group.get("weights") == "stochastic":
-            choice = "'lr_scale'" if by_name else "weights='stochastic'"
+        if (is_scaled := Scale.is_read(group.get("lr_scale"))) or group.get("weights") == "stochastic":
+            choice = "'lr_scale'" if is_scaled else "weights='stochastic'"
             raise ValueError(f"param_groups[{index}] has {choice}, which has no counterpart in optimi")
         keys, forms = saved["param_groups"][index]["params"], StateForm.of_group(declaration, groups, index)
         for place in parameters_of(group).values():
@@ -166,7 +165,13 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str
         form = _checked_form(group, keys, {name for found in entries.values() for name in found}, where)
         begun = None if "eps" in form else 1  # an optimizer without eps counts no steps
         counts = {names[p]: _integer(found.get("step", begun), f"the step of '{names[p]}'") for p, found in entries.items()}
-        step = begun or _common_step(counts, where)
+        first = next(iter(counts), "")
+        if begun is None and (other := next((name for name in counts if counts[name] != counts[first]), None)):
+            raise ValueError(
+                f"the parameters of {where} took different numbers of steps, '{first}' {counts[first]} and '{other}' "
+                f"{counts[other]}; optimi counts per group"
+            )
+        step = begun or counts.get(first, 0)
         groups.append(_optimi_group(group, keys, form, step, where))
         groups[-1]["kahan_sum"] = any(found.get("kahan_comp") is not None for found in entries.values())
         for param, found in entries.items():
@@ -206,17 +211,6 @@ def _checked_form(group: Mapping[str, Any], keys: set[str], entries: set[Any], w
     if group.get("decouple_lr") and group["weight_decay"] and not group.get("max_lr"):
         raise ValueError(f"{where} has max_lr={group.get('max_lr')}, by which optimi divides")
     return form
-
-
-def _common_step(counts: Mapping[str, int], where: str) -> int:
-    """The step count of a group of parameters with these ``counts``, by name."""
-    first = next(iter(counts), "")
-    if other := next((name for name in counts if counts[name] != counts[first]), None):
-        raise ValueError(
-            f"the parameters of {where} took different numbers of steps, '{first}' {counts[first]} and '{other}' "
-            f"{counts[other]}; optimi counts per group"
-        )
-    return counts.get(first, 0)
 
 
 def _optimi_group(group: Mapping[str, Any], keys: set[str], form: frozenset[str], step: int, where: str) -> dict[str, Any]:

@@ -273,10 +273,11 @@ class Live:
         is_watched = self.shapes and self.changes.is_guarded and (self.written == 0) != (is_number and value == 0)
         with self.changes.reported() if is_watched else nullcontext():
             self.written_last = None  # until the end, whatever interrupts it
-            if isinstance(value, Tensor) or not self._wait(value):
+            if isinstance(value, Tensor):
                 self._fill(value)
-                if not isinstance(value, Tensor):
-                    self._version, self.written_last = _version(self.tensor), value
+            elif not self._wait(value):
+                self._fill(value)
+                self._version, self.written_last = _version(self.tensor), value
 
     def write_plain(self, value: float) -> bool:
         """Write ``value`` where nobody else can write, without counting up the tensor's version; whether that was done."""

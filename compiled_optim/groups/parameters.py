@@ -53,8 +53,8 @@ def parameters_of(group: Mapping[str, Any]) -> dict[Any, int]:
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """All parameters in ``groups``, each after its name in messages."""
-    named = (zip(parameter_names(group, i), group["params"], strict=True) for i, group in enumerate(groups))
-    return itertools.chain.from_iterable(named)
+    for index, group in enumerate(groups):
+        yield from zip(parameter_names(group, index), group["params"], strict=True)
 
 
 def first_three(names: Sequence[str]) -> str:
