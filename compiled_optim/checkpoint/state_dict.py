@@ -194,7 +194,7 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
         return copied(value, what)
     given = value if type(value) is float else plain(value, what)
     elements = given if isinstance(given, list) else [given]
-    numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
+    numbers = tuple([None if e is None else as_number(e, what, finite=False) for e in elements])
     found = numbers if isinstance(given, list) else numbers[0]
     for tensor, number in zip(group.read_only(key), hyper.elements(found, group.label), strict=True):
         check_writable(tensor, what, (), number)
@@ -474,7 +474,6 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
-@torch.no_grad()
 def copy_all(copies: Copies) -> None:
     """Copy each source into its target, as if all at once. DTensors are spread over the processes one at a time.
 
@@ -482,7 +481,6 @@ def copy_all(copies: Copies) -> None:
     """
     moving = [(target, source) for target, source in copies if not is_same(target, source)]
     written = {local(target).untyped_storage().data_ptr() for target, _ in moving}
-
     apart = [
         s.clone() if isinstance(s, Tensor) and local(s).untyped_storage().data_ptr() in written else s for _, s in moving
     ]
@@ -490,6 +488,7 @@ def copy_all(copies: Copies) -> None:
         target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 
 
+@torch.no_grad()
 def write(*loads: PreparedLoad) -> None:
     """Write ``loads`` that were all prepared: first the tensors, which a source of another load may lie in."""
     copy_all([pair for load in loads for pair in load.copies])
