@@ -194,7 +194,7 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
         return copied(value, what)
     given = value if type(value) is float else plain(value, what)
     elements = given if isinstance(given, list) else [given]
-    numbers = tuple([None if e is None else as_number(e, what, finite=False) for e in elements])
+    numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
     found = numbers if isinstance(given, list) else numbers[0]
     for tensor, number in zip(group.read_only(key), hyper.elements(found, group.label), strict=True):
         check_writable(tensor, what, (), number)
