@@ -7,6 +7,7 @@ what they gave: a Python number, or a tensor. An assignment fills the live tenso
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
@@ -79,8 +80,8 @@ class ParamGroup(WatchedDict[str, Any]):
         self._declaration, self._device = declaration, device
         self._scales = {s.name for s in declaration.scales}
         self._numbers: dict[str, Numbers] = {}
-        given = [n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted]
-        adopted = {address(n.tensor): n for n in given}
+        given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
+        adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
         devices = {device} | ({torch.device("meta")} if {p.is_meta for p in values["params"]} == {True} else set())
         for key, value in values.items():
             hyper = self._hypers.get(key)
@@ -315,16 +316,18 @@ class ParamGroup(WatchedDict[str, Any]):
         for follower in self.followers:
             follower.follow()
 
-    def _adopt(self, element: float | Tensor, devices: Collection[torch.device], adopted: dict[int, Live]) -> Live:
+    def _adopt(
+        self, element: float | Tensor, devices: Collection[torch.device], adopted: Callable[[], dict[int, Live]]
+    ) -> Live:
         """A number in the tensor ``element``, new or ``adopted`` before; in a new tensor where that cannot be adopted."""
         if not (isinstance(element, Tensor) and element.is_floating_point() and element.device in devices):
             made = self._fresh(element)
             made.read_as(element)
             return made
-        known = adopted.get(address(element))
+        known = adopted().get(address(element))
         if known is None or known.tensor.dtype != element.dtype:
             known = Live(element if element.dim() == 0 else element.reshape(()), self._changes, is_adopted=True)
-            adopted[address(element)] = known
+            adopted()[address(element)] = known
         return known
 
     def _fresh(self, element: float | Tensor) -> Live:
