@@ -185,11 +185,12 @@ class Live:
         self._on_host = self._device_type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
         self._version = _version(tensor)
+        self._fetched: tuple[int | None, float] = None, math.nan
         self._copy: Tensor | None = None  # what was read last while the device writes the number
 
     @property
     def written(self) -> float | None:
-        """The Python number that was written or fetched last; None if a tensor or somebody else may have written since."""
+        """The Python number that was written last; None if a tensor was, or if somebody else may have written."""
         version = _version(self.tensor)
         return None if self.is_driven or version is None or self._version != version else self.written_last
 
@@ -202,7 +203,10 @@ class Live:
                 return self.written_last if number == self.written_last else number
             with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
                 return self.tensor.item()
-        return self.written
+        if (written := self.written) is not None:
+            return written
+        version, fetched = self._fetched
+        return None if version is None or version != _version(self.tensor) or self.is_driven else fetched
 
     @property
     def nonzero(self) -> bool:
@@ -233,8 +237,8 @@ class Live:
             raise ValueError(f"{label} is a tensor whose storage was freed; it has no value")
         if is_fake(self.tensor):
             return self.tensor.detach().clone()
-        self.written_last, self._version = self.tensor.item(), _version(self.tensor)
-        return self.written_last
+        self._fetched = _version(self.tensor), self.tensor.item()
+        return self._fetched[1]
 
     def warn_of_lost_write(self, label: str) -> None:
         """Warn if somebody wrote to the copy that was read last while the device writes the number."""
