@@ -99,8 +99,8 @@ class PreparedLoad:
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
-def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> None:
-    """Let each group take its values from the saved groups that its parameters were in; report where these do not fit it.
+def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
+    """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
 
     With ``keep``, only modes are taken, and nothing else is looked at.
 
@@ -110,6 +110,7 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
     sources: dict[int, dict[int, Mapping[str, Any]]] = {}
     for each in load.params:
         sources.setdefault(each.own.group, {})[each.saved.group] = saved_groups[each.saved.group]
+    conflicts: list[str] = []
     for index, found in sources.items():
         group, saved = load.groups[index], list(found.values())
         values, problems = ({}, []) if keep else _group_values(group, saved)
@@ -121,7 +122,8 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
             if len(set(modes)) > 1:
                 problems.append(f"its parameters were in groups with different {name}")
         load.group_values[index] = values
-        load.report.mismatched.extend(f"{group.label}: {problem}" for problem in problems)
+        conflicts += [f"{group.label}: {problem}" for problem in problems]
+    return conflicts
 
 
 def _group_values(group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
@@ -538,8 +540,9 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], []), groups, state, params, foreign)
-        check_groups(load, saved["param_groups"], keep=keep)
+        conflicts = check_groups(load, saved["param_groups"], keep=keep)
         check_state(load, known)
+        load.report.mismatched.extend(conflicts)
         theirs = saved["param_groups"]
         if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in theirs]):
             pairs = zip(groups, map(group_names, theirs), strict=False)
