@@ -568,7 +568,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         with self._engine.lock:
             prepared = prepare_load(self, state_dict, strict, hyperparameters)
-            prepared.write()
+            checkpoint.write(prepared)
         for post_hook in self._optimizer_load_state_dict_post_hooks.values():
             post_hook(self)
         return prepared.report

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import Changes, WatchedDict
+from compiled_optim.groups.live import WatchedDict
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.memory.layout import (
@@ -62,20 +62,12 @@ class ParamState(WatchedDict[str, Any]):
 
     Entries can be assigned, written in place, and given other memory with ``.data =``. The next step follows. Only a write
     with ``dict.__setitem__(state, name, tensor)`` goes past this class and is not noticed: steps go on with the old tensor.
-
-    Args:
-        values, changes: as for a :class:`WatchedDict`.
-        names: what a step may look at; None for everything. Under other names somebody may keep anything.
     """
 
     initial: Mapping[str, float | Tensor] | None = None
     """What the optimizer filled it with when it was empty; None if it never was."""
     rule = ""
     """The name of the rule that last used it; empty where somebody wrote entries since."""
-
-    def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
-        super().__init__(values, changes=changes)
-        self._names = names
 
     def is_initial(self) -> bool:
         """Whether every entry is as the optimizer made it, so that nothing is lost with them. Waits for the device."""
@@ -94,9 +86,6 @@ class ParamState(WatchedDict[str, Any]):
         if self._is_watched(key):
             self.rule = ""
 
-    def _is_watched(self, *key: Any) -> bool:
-        return self._names is None or not key or key[0] in self._names
-
 
 class OptimizerState(WatchedDict[Any, Any]):
     """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch.
@@ -104,10 +93,6 @@ class OptimizerState(WatchedDict[Any, Any]):
     Under a key that is no tensor somebody may keep anything, at which no step looks. ``names`` are those of every
     :class:`ParamState`.
     """
-
-    def __init__(self, values: Any = (), *, changes: Changes | None = None, names: Container[str] | None = None) -> None:
-        super().__init__(values, changes=changes)
-        self._names = names
 
     def _is_watched(self, *key: Any) -> bool:
         return not key or isinstance(key[0], Tensor)
@@ -145,8 +130,7 @@ class OptimizerState(WatchedDict[Any, Any]):
         """Let ``values`` be all that is kept under keys that are no tensors."""
         for key in self.foreign:
             self.drop_quietly(key)
-        for key, value in values.items():
-            self.set_quietly(key, value)
+        self.update_quietly(values)
 
 
 def _holds(entry: Any, value: float | Tensor) -> bool:
@@ -172,7 +156,7 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     for field in fields:
         value = group[field.init] if isinstance(field.init, str) else field.init
         recorded = isinstance(field, Buffer) and group.get("differentiable", False)
-        values[field.name] = value if isinstance(value, float) or recorded else value.detach()
+        values[field.name] = value.detach() if isinstance(value, Tensor) and not recorded else value
     return values
 
 
@@ -237,9 +221,15 @@ class StateForm(NamedTuple):
         for name in self.declaration.scalar_names:
             value: Any = state.get(name)
             if value is None or (isinstance(value, Tensor) and value.is_meta):
-                made[name] = _new_scalar(initial[name], dtype, device)
-            elif not isinstance(value, Tensor) or value.device != device or value.dtype != dtype or value.dim():
-                made[name] = _new_scalar(value, dtype, device)
+                value = initial[name]
+            elif isinstance(value, Tensor) and (value.device, value.dtype, value.dim()) == (device, dtype, 0):
+                continue
+            if isinstance(value, Tensor) and value.requires_grad:  # goes on with its graph, in a differentiable step
+                with torch.enable_grad():
+                    made[name] = value.reshape(()).to(device, dtype)
+            else:
+                fresh = torch.empty((), dtype=dtype, device=device)
+                made[name] = fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
         for field in self.declaration.buffers:
             if field.name in buffers:
                 value = state.get(field.name)
@@ -300,18 +290,18 @@ class StateForm(NamedTuple):
         if not fields or not all([_is_readable(field, state[entry], self.param) for entry, field in fields.items()]):
             return
         try:
-            changes = self.converted({entry: state[entry] for entry in fields})
+            stored = self.converted({entry: state[entry] for entry in fields})
         except ValueError as error:
             raise ValueError(f"the state of '{name}' does not fit: {error}") from error
-        for entry, field in fields.items():
-            if entry not in changes and field.dtype and (wanted := field.dtype(self.choices)) is not None:
-                changes[entry] = state[entry] if state[entry].dtype == wanted else state[entry].detach().to(wanted)
-        state.update_quietly({entry: tensor for entry, tensor in changes.items() if tensor is not None})
-        for entry in [entry for entry, tensor in changes.items() if tensor is None]:
+        for entry in fields.keys() & stored.keys():
+            if (dtype := fields[entry].dtype) and (wanted := dtype(self.choices)) not in (None, stored[entry].dtype):
+                stored[entry] = stored[entry].detach().to(wanted)
+        state.update_quietly(stored)
+        for entry in fields.keys() - stored.keys():
             state.drop_quietly(entry)
 
-    def converted(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
-        """What changes in ``entries`` when they are stored in this form: new ones by name, or None for one that goes.
+    def converted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """``entries`` stored in this form; those that need not change as they are.
 
         Buffers are decoded and encoded. A weight is joined with its part and stored with as many of those bits as the new
         part has, for the parameter as it is now.
@@ -319,14 +309,13 @@ class StateForm(NamedTuple):
         Raises:
             ValueError: codes have no scales, or not as many as groups, or are of the other kind; or a weight has two parts.
         """
-        names: list[str] = []
-        new: dict[str, Tensor] = {}
+        kept, stored = dict(entries), self._stored_part(entries)
         for field in [b for b in self.declaration.buffers if b.int8]:
             if held := held_name(field, entries):
-                names += [field.name, code_name(field.name), scale_name(field.name)]
-                new |= self._stored_buffer(field, held, entries)
-        new |= self._stored_part(entries)
-        return {name: new.get(name) for name in (*names, *PARTS) if new.get(name) is not entries.get(name)}
+                stored |= self._stored_buffer(field, held, entries)
+                for name in (field.name, code_name(field.name), scale_name(field.name)):
+                    kept.pop(name, None)
+        return {name: entry for name, entry in kept.items() if name not in PARTS} | stored
 
     def _stored_buffer(self, field: Buffer, held: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The entries that store the buffer ``field``, now in the entry ``held``."""
@@ -375,15 +364,6 @@ class StateForm(NamedTuple):
         return next(b for b in self.declaration.buffers if b.name == name)
 
 
-def _new_scalar(value: Any, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A new 0-dim tensor of ``value``; of one that requires grad with its graph, for a differentiable step."""
-    if isinstance(value, Tensor) and value.requires_grad:
-        with torch.enable_grad():
-            return value.reshape(()).to(device, dtype)
-    fresh = torch.empty((), dtype=dtype, device=device)
-    return fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
-
-
 def fill(entry: Tensor, value: float | Tensor) -> Tensor:
     """Set every number of ``entry``, both parts of a complex one, to ``value``."""
     (as_real(local(entry)) if type(entry) is not Tensor or entry.is_complex() else entry).fill_(value)
@@ -403,11 +383,6 @@ def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
         return False
     has_shape = field.grouped or field.shape is not None or value.shape == param.shape
     return has_shape and is_fake(value) == is_fake(param)
-
-
-def changed(entries: Mapping[str, Any], changes: Mapping[str, Tensor | None]) -> dict[str, Any]:
-    """``entries`` with the ``changes`` that :meth:`StateForm.converted` returned."""
-    return {name: value for name, value in {**entries, **changes}.items() if value is not None or name not in changes}
 
 
 def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:

@@ -23,8 +23,8 @@ from compiled_optim.checkpoint.read import (
     refuse_foreign,
 )
 from compiled_optim.checkpoint.state_dict import Copies, LoadReport
-from compiled_optim.groups.parameters import parameters_of
-from compiled_optim.memory.layout import as_part_of, local, spread_like
+from compiled_optim.groups.parameters import named_parameters, parameters_of
+from compiled_optim.memory.layout import as_part_of, local
 from compiled_optim.memory.torch_internals import outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
 from compiled_optim.rule.storage import parts_of
@@ -44,11 +44,9 @@ def _labeled(optimizers: Any) -> dict[str, CompiledOptimizer]:
     labeled = {f"optimizers[{index}] ({type(each).__name__})": each for index, each in enumerate(listed)}
     owners: dict[int, str] = {}
     for label, optimizer in labeled.items():
-        for group in optimizer.param_groups:
-            for j, param in enumerate(group["params"]):
-                if (other := owners.setdefault(id(param), label)) != label:
-                    name = (group.get("param_names") or {j: j})[j]
-                    raise ValueError(f"{other} and {label} both have the parameter '{name}'")
+        for name, param in named_parameters(optimizer.param_groups):
+            if (other := owners.setdefault(id(param), label)) != label:
+                raise ValueError(f"{other} and {label} both have the parameter '{name}'")
     return labeled
 
 
@@ -166,11 +164,7 @@ def load_named_state_dict(
         if strict:
             kinds = ", ".join(type(each).__name__ for each in optimizers)
             checkpoint.refuse_mismatches(report, checkpoint.STRICTLY.format(kinds))
-        targets = [target for load in prepared for target in load.targets]
-        for load in prepared:
-            load.copies = checkpoint.set_apart(load.copies, targets)
-        for load in prepared:
-            load.write()
+        checkpoint.write(*prepared)
     for each in optimizers:
         for post_hook in each._optimizer_load_state_dict_post_hooks.values():
             post_hook(each)
@@ -189,17 +183,18 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
         aliases |= engine.aliases
     kinds = [kind for each in optimizers for kind in engine_of(each).kinds]
     params, _, unexpected = match(groups, aliases, saved, checkpoint.known_names(*kinds))
-    parts = []
-    for index in range(len(optimizers)):
+
+    def part(index: int) -> dict[str, Any]:
         names = {each.saved.key for each in params if owners[each.own.group] == index}
         its_groups = [{**g, "params": [name for name in g["params"] if name in names]} for g in saved["param_groups"]]
-        part = {
+        return {
+            **saved,
             "state": {name: entries for name, entries in saved["state"].items() if name in names},
             "param_groups": [group for group in its_groups if group["params"]],
             "aliases": {alias: name for alias, name in saved.get("aliases", {}).items() if name in names},
         }
-        parts.append({**saved, **part})
-    return parts, unexpected
+
+    return [part(index) for index in range(len(optimizers))], unexpected
 
 
 def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
@@ -317,9 +312,7 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
             copies += [(entries[name], value)] if stored is None else stored.copies(value)
         if foreign:  # such as what modules add with get_extra_state; this may fail
             model.load_state_dict({name: given[name] for name in foreign}, strict=False)
-        copies = [(target, source) for target, source in copies if not checkpoint.is_same(target, source)]
-        for target, source in checkpoint.set_apart(copies, [target for target, _ in copies]):
-            target.copy_(spread_like(source, target))
+        checkpoint.copy_all(copies)
 
 
 @contextlib.contextmanager

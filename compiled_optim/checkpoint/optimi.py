@@ -7,6 +7,7 @@ last gradient negated, and StableAdamW a copy of its ``eps``. Its ``kahan_comp``
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
@@ -22,18 +23,15 @@ from compiled_optim.checkpoint.read import (
     is_set,
     naming,
     refuse_foreign,
-    with_foreign,
 )
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.parameters import parameter_name, parameters_of
+from compiled_optim.groups.parameters import parameter_names, parameters_of
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Hyper, Option, Static
+from compiled_optim.rule.fields import Hyper, Option, Scale, Static
 from compiled_optim.rule.rule import Declaration
-from compiled_optim.rule.storage import PARTS, code_name
 from compiled_optim.rule.transforms import DECOUPLED
-from compiled_optim.state import StateForm, changed
+from compiled_optim.state import StateForm
 
-STATE = ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad", "la_param", "kahan_comp")  # of a parameter, besides its step
 _BETAS = ("beta1", "beta2", "beta3")
 _MARKS = {"setup", "gradient_release", "kahan_sum"}
 _OPTIONS = {*_MARKS, *_BETAS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
@@ -48,6 +46,7 @@ _FORMS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"betas", "eps", "adam_wd"}): ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
 }
 """The buffers of the optimizers that optimi has, by the options that groups of each hold besides :data:`_SHARED`."""
+_STATE = {"kahan_comp", *itertools.chain(*_FORMS.values())} - {"momentum_buffer"}  # that optimi has, besides step counts
 _SHARED = {"lr", "weight_decay", *DECOUPLED, "decouple_lr", "max_lr"}
 _STORAGE = {"weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"}  # which optimi has in other ways, or not
 _WITHOUT_EFFECT = ("foreach", "capturable", "differentiable", "fused", "params", "param_names")
@@ -83,7 +82,7 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
             for param in [param for param in group["params"] if param in state_dict["state"]]:
                 entries = {k: v for k, v in state_dict["state"][param].items() if v is not None and k not in ignored}
                 state[param] = _our_state(entries, group, betas, where)
-    return {"state": with_foreign(state, foreign_state(state_dict)), "param_groups": groups}
+    return {"state": state | foreign_state(state_dict), "param_groups": groups}
 
 
 def _our_group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
@@ -107,7 +106,7 @@ def _our_state(entries: dict[str, Any], group: Mapping[str, Any], betas: tuple[f
     is_compensated = is_set(group, "kahan_sum", where) and getattr(compensation, "itemsize", 2) == 2
     if not is_compensated or getattr(compensation, "dtype", None) == torch.uint8:
         entries.pop("kahan_comp", None)  # a placeholder for optimi's Triton kernels
-    if foreign := [name for name in entries if name not in STATE]:
+    if foreign := [name for name in entries if name not in _STATE]:
         raise Unloadable(f"{where} has state {', '.join(map(described, foreign))}, which has no counterpart here")
     if not entries:
         return {}
@@ -129,17 +128,11 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
         ValueError: optimi has no optimizer like ``kind``, or lacks what a group chose and no state dict tells.
     """
     declaration, update = kind._declaration, getattr(kind, "update", kind)
-    hypers, codes = {h.name for h in declaration.hypers}, {code_name(b.name) for b in declaration.buffers}
-    options = _form(hypers | {s.name for s in declaration.statics}) or frozenset()
-    buffers = {b.name for b in declaration.buffers if not b.grouped and b.name not in PARTS} - codes - {"max_exp_avg_sq"}
-    is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS
-    has_same_options = hypers - {"max_lr"} == {"lr", "weight_decay", *options} - {"adam_wd"} and not declaration.scalars
-    if not (is_theirs and has_same_options and options in _FORMS and buffers == {*_FORMS[options]}):
+    if not (update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS):
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(groups):
-        by_name = isinstance(scale := group.get("lr_scale"), Mapping) or callable(scale)
-        if by_name or group.get("weights") == "stochastic":
-            choice = "'lr_scale'" if by_name else "weights='stochastic'"
+        if (is_scaled := Scale.is_read(group.get("lr_scale"))) or group.get("weights") == "stochastic":
+            choice = "'lr_scale'" if is_scaled else "weights='stochastic'"
             raise ValueError(f"param_groups[{index}] has {choice}, which has no counterpart in optimi")
         keys, forms = saved["param_groups"][index]["params"], StateForm.of_group(declaration, groups, index)
         for place in parameters_of(group).values():
@@ -147,8 +140,8 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
                 form = forms(place)
                 in_kahan = {"weights": form.split and ("kahan", form.split[2]), "state_dtype": ()}
                 form = form._replace(choices={**form.choices, **in_kahan})
-                stored = {b.name: entries[b.name] for b in declaration.buffers if entries.get(b.name) is not None}
-                saved["state"][keys[place]] = changed(entries, form.converted(stored))
+                present = {name: entry for name, entry in entries.items() if entry is not None}
+                saved["state"][keys[place]] = form.converted(present)
     return saved
 
 
@@ -167,15 +160,22 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str
     groups, keys = [], {"maximize", *(field.name for field in fields)}
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}]"
-        names = {param: parameter_name(group, i, j) for j, param in enumerate(group["params"])}
+        names = dict(zip(group["params"], parameter_names(group, i), strict=True))
         entries = {param: found for param in names if (found := state_dict["state"].get(param))}
         form = _checked_form(group, keys, {name for found in entries.values() for name in found}, where)
-        steps = {names[param]: found.get("step") for param, found in entries.items()}
-        step = _common_step(steps, where) if "eps" in form else 1  # an optimizer without eps counts no steps
+        begun = None if "eps" in form else 1  # an optimizer without eps counts no steps
+        counts = {names[p]: _integer(found.get("step", begun), f"the step of '{names[p]}'") for p, found in entries.items()}
+        first = next(iter(counts), "")
+        if begun is None and (other := next((name for name in counts if counts[name] != counts[first]), None)):
+            raise ValueError(
+                f"the parameters of {where} took different numbers of steps, '{first}' {counts[first]} and '{other}' "
+                f"{counts[other]}; optimi counts per group"
+            )
+        step = begun or counts.get(first, 0)
         groups.append(_optimi_group(group, keys, form, step, where))
         groups[-1]["kahan_sum"] = any(found.get("kahan_comp") is not None for found in entries.values())
         for param, found in entries.items():
-            if step and _integer(found.get("step", 1), f"the step of '{names[param]}'"):
+            if counts[names[param]]:
                 state[param] = _optimi_state(found, form, groups[-1], step, f"the state of '{names[param]}'")
     return {"state": {param: found for param, found in state.items() if found}, "param_groups": groups}
 
@@ -211,18 +211,6 @@ def _checked_form(group: Mapping[str, Any], keys: set[str], entries: set[Any], w
     if group.get("decouple_lr") and group["weight_decay"] and not group.get("max_lr"):
         raise ValueError(f"{where} has max_lr={group.get('max_lr')}, by which optimi divides")
     return form
-
-
-def _common_step(steps: Mapping[str, Any], where: str) -> int:
-    """The step count of a group of parameters with these ``steps``, by name."""
-    counts = {name: _integer(step, f"the step of '{name}'") for name, step in steps.items()}
-    first = next(iter(counts), "")
-    if other := next((name for name in counts if counts[name] != counts[first]), None):
-        raise ValueError(
-            f"the parameters of {where} took different numbers of steps, '{first}' {counts[first]} and '{other}' "
-            f"{counts[other]}; optimi counts per group"
-        )
-    return counts.get(first, 0)
 
 
 def _optimi_group(group: Mapping[str, Any], keys: set[str], form: frozenset[str], step: int, where: str) -> dict[str, Any]:

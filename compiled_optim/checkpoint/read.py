@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.parameters import canonical_name, canonical_names, numbered, parameter_name
-from compiled_optim.memory.layout import TORCH_TYPES, full_tensor, has_memory, is_lost, is_sharded, local, plain_copy
+from compiled_optim.groups.parameters import canonical_name, numbered, parameter_names
+from compiled_optim.memory.layout import DTYPES, TORCH_TYPES, full_tensor, has_memory, is_lost, is_sharded, local, plain_copy
 from compiled_optim.memory.torch_internals import shape_of_part
 
 FLOATING = {
-    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex32, torch.complex64, torch.complex128),
+    *DTYPES,
     *(torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz, torch.float8_e8m0fnu),
 }
 
@@ -257,7 +257,9 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("the parameters have no names: the optimizer was not made from named_parameters() or a dict")
     names = [name for group in groups for name in group_names(group) or ()]
     refuse_repeated(names, "names")
-    canonical = dict(zip([*names, *aliases], canonical_names([*names, *aliases]), strict=True))
+    canonical = {name: canonical_name(name) for name in (*names, *aliases)}
+    if len(set(canonical.values())) < len(canonical):
+        canonical = {name: name for name in canonical}
     renamed = {p: canonical[n] for p, n in zip((p for group in groups for p in group["params"]), names, strict=True)}
     states = {renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed}
     result = {
@@ -334,26 +336,15 @@ def match(
     return matched, missing, [other.name for other in theirs if other.key not in keys]
 
 
-def names_to_take(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """The parameter names of every saved group, for ``groups`` without names; empty where none are to be taken over.
-
-    They are taken over, as in torch.optim, from an optimizer that had names itself: its groups have ``param_names``.
-    """
-    if any(["param_names" in group for group in groups]) or any([g.get("param_names") is None for g in saved_groups]):
-        return []
-    return [names for group in saved_groups if (names := group_names(group)) is not None]
-
-
 def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> list[ListedParam]:
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
     listed: list[ListedParam] = []
     for i, group in enumerate(groups):
-        params = group["params"]
-        names = group_names(group) or [parameter_name(group, i, j) for j in range(len(params))]
+        names = group_names(group) or parameter_names(group, i)
         by_key: dict[Any, ListedParam] = {}
-        for j, (name, key) in enumerate(zip(names, params, strict=True)):
+        for j, (name, key) in enumerate(zip(names, group["params"], strict=True)):
             if (known := by_key.get(key)) is None:
                 by_key[key] = ListedParam(name, [*further.get(name, ())], i, j, key)
             elif name not in (known.name, *known.aliases):

@@ -8,12 +8,12 @@ them keeps working. What hooks and wrappers keep in an optimizer's state is fore
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import copy
 import functools
 import itertools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -33,19 +33,19 @@ from compiled_optim.checkpoint.read import (
     check_memory,
     described,
     foreign_state,
+    group_names,
     is_set,
     match,
-    names_to_take,
     naming,
     plain,
     read,
 )
 from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.groups.parameters import advising
-from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
+from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scalar, Scale
+from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale
 from compiled_optim.rule.rule import RULE, WHY, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
@@ -55,7 +55,6 @@ from compiled_optim.state import (
     OptimizerState,
     StateForm,
     adds_nothing,
-    changed,
     check_codes,
     fill,
     held_name,
@@ -98,30 +97,6 @@ class PreparedLoad:
     group_values: dict[int, dict[str, Any]] = field(default_factory=dict)  # by index of the group; numbers are Python's
     copies: Copies = field(default_factory=list)  # into state tensors, live or new
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
-
-    @property
-    def targets(self) -> list[Tensor]:
-        """The tensors that are written into: of hyperparameters and of state."""
-        groups = [(self.groups[index], values.keys()) for index, values in self.group_values.items()]
-        read = [group.read_only(key) for group, keys in groups for key in keys & group.for_compiled_code[0].keys()]
-        return [*itertools.chain(*read), *[target for target, _ in self.copies]]
-
-    @torch.no_grad()
-    def write(self) -> None:
-        """Write. DTensors are spread over the processes as they are copied, one at a time."""
-        for index, values in self.group_values.items():
-            for key, value in values.items():
-                self.groups[index].load(key, value)
-        for each in self.params:
-            if each.new or each.gone:
-                self.state[each.own.key].update(each.new)
-                for name in each.gone:
-                    del self.state[each.own.key][name]
-        self.state.replace_foreign(self.foreign)
-        for target, source in self.copies:
-            target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
-        for function in self.afterwards:
-            function()
 
 
 def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
@@ -254,10 +229,7 @@ def check_state(load: PreparedLoad, known: Collection[str]) -> None:
     def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
         declaration = group.kind._declaration
-        fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
-        hypers = {field.init for field in fields if isinstance(field.init, str)}
-        numbers = loaded if hypers <= loaded.keys() else {**group.floats(), **loaded}
-        initial = initial_values(declaration, {**numbers, "differentiable": group.get("differentiable", False)})
+        initial = initial_values(declaration, ChainMap(loaded, group))
         return initial, StateForm.of_group(declaration, load.groups, index, loaded)
 
     problems = load.report.mismatched
@@ -344,20 +316,17 @@ def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], value
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
     for name, begun in initial.items():
-        target, source = new.get(name, live.get(name)), values.get(name, begun)
+        target, source = new.get(name, live.get(name)), values.get(name)
         if target is None or (name in PARTS and name not in values):
             continue
-        shape = tuple(source.shape) if isinstance(source, Tensor) else None
-        if shape is None and name in fields:
-            shape = form.shape_of(fields[name])
-        if was_stepped and is_same(target, source):
-            source = begun
+        if source is None or (was_stepped and is_same(target, source)):
+            source = float(begun)
+        shape = form.shape_of(fields[name]) if name in fields else None
         check_writable(target, f"the optimizer's own {name}", shape, source)
         if target.requires_grad:
             with outside_inference_mode():
                 target = new[name] = torch.empty_like(target)
-        if not is_same(target, source):
-            copies.append((target, source))
+        copies.append((target, source))
     return copies
 
 
@@ -382,10 +351,10 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
     for buffer in form.declaration.buffers:
         if buffer.int8 and (held := held_name(buffer, saved)):
             stored |= _coded(form, buffer, held, saved)
-    changes = form.converted(stored)
+    new = form.converted(stored)
     if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
-        del changes[name]
-    return changed(saved, changes)
+        new[name] = saved[name]
+    return {name: value for name, value in saved.items() if name not in stored} | new
 
 
 def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -441,10 +410,9 @@ def is_same(a: Tensor, b: float | Tensor) -> bool:
     """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a shard."""
     if not isinstance(b, Tensor):
         return False
-    are_whole = type(a) in TORCH_TYPES and type(b) in TORCH_TYPES
-    here, there = (a, b) if are_whole else (local(a), local(b))
+    here, there = local(a), local(b)
     in_place = (here.data_ptr(), here.stride(), a.dtype) == (there.data_ptr(), there.stride(), b.dtype)
-    return in_place and (are_whole or placement(a) == placement(b))
+    return in_place and placement(a) == placement(b)
 
 
 _ENTRIES = """
@@ -465,23 +433,6 @@ def known_names(*kinds: type[Declared]) -> frozenset[str]:
 def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:
     """Whether what a checkpoint holds under the key of no parameter looks as if it were the state of one."""
     return isinstance(key, Tensor) or (isinstance(value, Mapping) and {*value} <= known and len(value) > 0)
-
-
-def check_foreign(
-    saved: Mapping[str, Any], known: frozenset[str], live: Mapping[Any, Any]
-) -> tuple[dict[Any, Any], list[str]]:
-    """The foreign state of ``saved``, and what state of parameters it has that belongs to none.
-
-    A key that is already in the ``live`` foreign state is foreign, even if its value resembles a parameter's.
-    """
-    foreign, orphans = {}, []
-    for key, value in foreign_state(saved).items():
-        what = f"the state of {described(key)}"
-        if key not in live and is_orphan(key, value, known):
-            orphans.append(what)
-        else:
-            foreign[key] = copied(value, what)
-    return foreign, orphans
 
 
 STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands ({})"
@@ -525,19 +476,36 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
+def copy_all(copies: Copies) -> None:
+    """Copy each source into its target, as if all at once. DTensors are spread over the processes one at a time.
+
+    A source that shares storage with a target, as live tensors of a state dict may, is cloned before anything is written.
+    """
+    moving = [(target, source) for target, source in copies if not is_same(target, source)]
+    written = {local(target).untyped_storage().data_ptr() for target, _ in moving}
+    apart = [
+        s.clone() if isinstance(s, Tensor) and local(s).untyped_storage().data_ptr() in written else s for _, s in moving
+    ]
+    for (target, _), source in zip(moving, apart, strict=True):
+        target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+
+
 @torch.no_grad()
-def set_apart(copies: Copies, written: Iterable[Tensor]) -> Copies:
-    """``copies`` with clones of those sources that lie in the memory of ``written``, as live tensors of a state dict may."""
-    spans = sorted([span(t if type(t) in TORCH_TYPES else local(t)) for t in written])
-    starts = [start for start, _ in spans]
-    ends = list(itertools.accumulate([end for _, end in spans], max))
-
-    def is_written(source: Tensor) -> bool:
-        start, end = span(source if type(source) in TORCH_TYPES else local(source))
-        before = bisect.bisect_left(starts, end)
-        return before > 0 and ends[before - 1] > start
-
-    return [(t, s.clone() if isinstance(s, Tensor) and is_written(s) else s) for t, s in copies]
+def write(*loads: PreparedLoad) -> None:
+    """Write ``loads`` that were all prepared: first the tensors, which a source of another load may lie in."""
+    copy_all([pair for load in loads for pair in load.copies])
+    for load in loads:
+        for index, values in load.group_values.items():
+            for key, value in values.items():
+                load.groups[index].load(key, value)
+        for each in load.params:
+            if each.new or each.gone:
+                load.state[each.own.key].update(each.new)
+                for name in each.gone:
+                    del load.state[each.own.key][name]
+        load.state.replace_foreign(load.foreign)
+        for function in load.afterwards:
+            function()
 
 
 @torch.no_grad()
@@ -562,16 +530,23 @@ def prepare_load(
     declaration, keep = kinds[0]._declaration, hyperparameters == "keep"
     with naming("the state dict", passing=(ValueError, TypeError)):
         given, known = read(state_dict), known_names(*kinds)
-        foreign, orphans = check_foreign(given, known, state.foreign)
+        apart, live = foreign_state(given), state.foreign
+        orphans = {  # a key that is live is foreign, even if its value resembles a parameter's
+            key: f"the state of {described(key)}"
+            for key, value in apart.items()
+            if key not in live and is_orphan(key, value, known)
+        }
+        foreign = {k: copied(v, f"the state of {described(k)}") for k, v in apart.items() if k not in orphans}
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, known)
-        load = PreparedLoad(LoadReport(missing, unexpected + orphans, []), groups, state, params, foreign)
+        load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], []), groups, state, params, foreign)
         conflicts = check_groups(load, saved["param_groups"], keep=keep)
         check_state(load, known)
         load.report.mismatched.extend(conflicts)
-        load.copies = set_apart(load.copies, load.targets)
-        if names := names_to_take(groups, saved["param_groups"]):
-            load.afterwards += [partial(g.set_quietly, "param_names", n) for g, n in zip(groups, names, strict=False)]
+        theirs = saved["param_groups"]
+        if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in theirs]):
+            pairs = zip(groups, map(group_names, theirs), strict=False)
+            load.afterwards += [partial(group.set_quietly, "param_names", names) for group, names in pairs]
             load.afterwards.append(partial(aliases.update, saved.get("aliases", {})))
     if strict:
         refuse_mismatches(load.report, STRICTLY.format(declaration.name))

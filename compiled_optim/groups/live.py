@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -75,30 +75,34 @@ class WatchedDict(dict[K, V], Generic[K, V]):
     Args:
         values: the first content, by position as for a dict: some libraries make a copy with ``type(mapping)(items)``.
         changes: where to report; None for a dict that is in no optimizer yet.
+        names: what steps look at in a parameter's state; None for everything. Under other names somebody may keep anything.
     """
 
-    def __init__(self, values: Mapping[K, V] | Iterable[tuple[K, V]] = (), *, changes: Changes | None = None) -> None:
+    def __init__(
+        self,
+        values: Mapping[K, V] | Iterable[tuple[K, V]] = (),
+        *,
+        changes: Changes | None = None,
+        names: Container[str] | None = None,
+    ) -> None:
         super().__init__(values)
-        self._changes = Changes() if changes is None else changes
+        self._changes, self._names = Changes() if changes is None else changes, names
 
     def _is_watched(self, *key: Any) -> bool:
-        """Whether to report a write under ``key``, or one that names none; for subclasses."""
-        return True
+        """Whether to report a write under ``key``, or one that names none."""
+        return self._names is None or not key or key[0] in self._names
 
     def set_quietly(self, key: K, value: V) -> None:
         """Write without reporting, which the package does where nothing is to be derived anew."""
         super().__setitem__(key, value)
 
     update_quietly, drop_quietly = dict.update, dict.__delitem__  # without reporting, all or nothing
+    update = MutableMapping.update
 
     def setdefault(self, key: K, default: Any = None) -> V:
         if key not in self:
             self[key] = default
         return self[key]
-
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
 
     def __ior__(self, other: Any) -> Any:  # type: ignore[misc]
         self.update(other)
@@ -183,11 +187,6 @@ class Live:
         self._version = _version(tensor)
         self._fetched: tuple[int | None, float] = None, math.nan
         self._copy: Tensor | None = None  # what was read last while the device writes the number
-
-    @property
-    def is_private(self) -> bool:
-        """Whether a Python number was written here, and nobody else can write another one."""
-        return self.written_last is not None and not (self.has_escaped or self.is_driven)
 
     @property
     def written(self) -> float | None:
@@ -278,13 +277,14 @@ class Live:
         is_watched = self.shapes and self.changes.is_guarded and (self.written == 0) != (is_number and value == 0)
         with self.changes.reported() if is_watched else nullcontext():
             self.written_last = None  # until the end, whatever interrupts it
-            if isinstance(value, Tensor) or not self._wait(value):
+            if isinstance(value, Tensor):
                 self._fill(value)
-                if not isinstance(value, Tensor):
-                    self._version, self.written_last = _version(self.tensor), value
+            elif not self._wait(value):
+                self._fill(value)
+                self._version, self.written_last = _version(self.tensor), value
 
     def write_plain(self, value: float) -> bool:
-        """Write ``value`` if :attr:`is_private`, without counting up the tensor's version; return whether it was written."""
+        """Write ``value`` where nobody else can write, without counting up the tensor's version; whether that was done."""
         if (memory := self._memory_last) is None:
             return self._wait(value)
         memory.value = self.written_last = value

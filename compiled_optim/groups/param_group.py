@@ -159,7 +159,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def _show(self, key: str, *, new: bool = False) -> None:
         """Put a hyperparameter's present numbers into the dict, if it has the entry or gets it as a ``new`` one."""
         numbers = self._numbers[key]
-        is_private = [n.is_private for n in numbers]
+        is_private = [n.written is not None and not n.has_escaped for n in numbers]
         numbers.are_open = not all(is_private)
         is_entry = new or self._is_entry(key)
         numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
@@ -192,11 +192,6 @@ class ParamGroup(WatchedDict[str, Any]):
     def nonzero(self, key: str) -> bool:
         """:attr:`Live.nonzero` of a hyperparameter of one number."""
         return self._held(key)[0].nonzero
-
-    @property
-    def nonzeros(self) -> list[bool]:
-        """:meth:`nonzero` of the hyperparameters that decide, by being 0 or not, whether a buffer exists."""
-        return [self.nonzero(key) for key in self._declaration.structural_hypers]
 
     def has_escaped(self, key: str) -> bool:
         """Whether somebody has a tensor of a hyperparameter, to write to or to move without a report."""
@@ -420,11 +415,10 @@ def inherited(
         field = own._all_fields.get(name)
         if isinstance(field, Hyper) or (isinstance(field, Static) and name in own._declared) or name in own._modes:
             continue
-        if isinstance(field, Option) and field.patterns and name not in known:  # which name parameters of other groups
-            continue
+        names_others = isinstance(field, Option) and field.patterns  # parameters of other groups
         if name in known:
             entries[name] = value
-        elif name not in own._group_flags and value != getattr(field, "default", value):
+        elif not names_others and name not in own._group_flags and value != getattr(field, "default", value):
             raise ValueError(f"{name}={value!r} does not go with {kind.__name__}, the {RULE} of {where}: give it to groups")
     return kind, entries
 
@@ -441,8 +435,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     if absent := [h.name for h in kind._fields_of(Hyper) if h.name not in group]:
         raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
     hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
-    for hyper in kind._fields_of(Hyper):
-        value = hypers[hyper.name]
+    for hyper, value in zip(kind._fields_of(Hyper), hypers.values(), strict=True):
         was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
         if (value is not None or not hyper.like) and not was_own and hyper.choice(value) is None:
             # A group that is there refuses a number out of range in the next step.

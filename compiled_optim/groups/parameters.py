@@ -53,19 +53,13 @@ def parameters_of(group: Mapping[str, Any]) -> dict[Any, int]:
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
     """All parameters in ``groups``, each after its name in messages."""
-    named = (zip(parameter_names(group, i), group["params"], strict=True) for i, group in enumerate(groups))
-    return itertools.chain.from_iterable(named)
+    for index, group in enumerate(groups):
+        yield from zip(parameter_names(group, index), group["params"], strict=True)
 
 
 def first_three(names: Sequence[str]) -> str:
     """The first three of ``names`` for a message, and how many more there are."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-
-
-def canonical_names(names: Sequence[str]) -> list[str]:
-    """:func:`canonical_name` of each of ``names``; all as they are if two would become equal."""
-    short = list(map(canonical_name, names))
-    return short if len(set(short)) == len(set(names)) else list(names)
 
 
 def alternatives(pattern: str) -> list[str]:

@@ -101,6 +101,7 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
     return scale.number(chosen, name, group["params"][index], where)
 
 
+@advising()
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
     """What each of ``options`` chooses for one parameter of a group; ``ValueError`` where a choice does not fit it."""
     names = _names(group, index)
@@ -111,8 +112,7 @@ def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index:
             raise ValueError(f"{where} has no name for the pattern {patterns[0]!r}")
         return any(matches(pattern, names) for pattern in patterns)
 
-    with advising():
-        found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options if o.of}
+    found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options if o.of}
     return {name: choice for name, choice in found.items() if choice is not None}
 
 
@@ -160,22 +160,19 @@ def check_names(
     keys may be for another optimizer, or for parameters to come.
     """
     own, every = set(names), [*dict.fromkeys([*names, *aliases])]
-    known = {canonical_name(name): name for name in reversed(every)} if by_short_name else {}
-    known |= {name: name for name in every}
-    unknown = []
-    for key, number in chosen.items():
-        name = known.get(key, known.get(canonical_name(key))) if isinstance(key, str) else None
-        if name is None:
-            unknown.append(key)
-        elif name not in own and number != chosen.get(chosen.key_of(aliases[name])):
+    keys = {name: chosen.key_of(name) if by_short_name else name for name in every}
+    for name, key in keys.items():
+        if name not in own and key in chosen and chosen[key] != chosen.get(keys[aliases[name]]):
             raise ValueError(f"{scale.name} has another number for '{key}' than for '{aliases[name]}', which it is tied to")
+    read = set(keys.values())
+    unknown = [key for key in chosen if key not in read]
     if not unknown or not names:
         return
     said = f"{scale.name} has a number for {{!r}}, which no parameter is called"
     if len(unknown) == len(chosen):
         raise ValueError(said.format(unknown[0]) + hint(str(unknown[0]), every))
     shown = {canonical_name(str(key)): key for key in unknown}
-    silent = {canonical_name(name): name for name in names if chosen.key_of(name) not in chosen}
+    silent = {canonical_name(name): name for name in names if keys[name] not in chosen}
     for key, wanted in mistyped(shown, silent):
         raise ValueError(f"{said.format(shown[key])}; did you mean {silent[wanted]}?")
 

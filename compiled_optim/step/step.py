@@ -77,9 +77,9 @@ class Step:
 
     def _shapes(self) -> list[tuple[Any, ...]]:
         """What groups may change without a report: identity, length, and (in place) whether a hyperparameter is 0."""
-        return [
-            (id(g), len(dict.get(g, "params", ())), *(g.nonzeros if isinstance(g, ParamGroup) else ())) for g in self._groups
-        ]
+        lengths = [(id(group), len(dict.get(group, "params", ()))) for group in self._groups]
+        groups = [group for group in self._groups if isinstance(group, ParamGroup)]
+        return [*lengths, *[(g.nonzero(key),) for g in groups for key in g.kind._declaration.structural_hypers]]
 
     def describes(self, grads: Gradients) -> bool:
         """Look at all parameters and ``grads``; whether the step can be taken with them."""
