@@ -493,6 +493,10 @@ def copy_all(copies: Copies) -> None:
 @torch.no_grad()
 def write(*loads: PreparedLoad) -> None:
     """Write ``loads`` that were all prepared: first the tensors, which a source of another load may lie in."""
+    for load in loads:
+        for index, values in load.group_values.items():
+            if values:
+                load.groups[index].refuse_capture(next(iter(values)))
     copy_all([pair for load in loads for pair in load.copies])
     for load in loads:
         for index, values in load.group_values.items():

@@ -732,6 +732,29 @@ class TestTrainingStep:
         assert engine_of(ours.optimizer).steps == steps
         assert all(torch.equal(a, b) for a, b in zip(before, ours.params, strict=True))
 
+    def test_a_load_inside_is_refused_before_it_copies(self) -> None:
+        ours = make()
+        saved = {**ours.optimizer.state_dict(), "state": {}}  # without tensors that reading would wait for
+        for group in saved["param_groups"]:
+            group.update(
+                {name: 0.5 for name, value in group.items() if isinstance(value, (float, Tensor))}, betas=(0.5, 0.5)
+            )
+
+        def inside(x: Tensor) -> Tensor:
+            loss = train(ours, x)
+            before = [state["exp_avg"].clone() for state in ours.optimizer.state.values()]
+            try:
+                ours.optimizer.load_state_dict(saved, strict=False)
+            finally:
+                unchanged.append(all(map(torch.equal, before, (s["exp_avg"] for s in ours.optimizer.state.values()))))
+            return loss
+
+        runner, unchanged = co.CUDAGraphRunner(inside, optimizers=ours.optimizer, warmup=1), list[bool]()
+        runner(batch(1))
+        with pytest.raises(RuntimeError, match=r"param_groups\[0\]\['\w+'\] is assigned while a CUDA graph is being"):
+            runner(batch(2))
+        assert unchanged == [False, True]
+
     def test_a_failed_capture_leaves_nothing_to_replay(self) -> None:
         ours, twin = make(), make()
         fail = []
