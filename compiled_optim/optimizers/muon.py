@@ -1,8 +1,7 @@
 """Muon."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
 
 import torch
 
@@ -53,7 +52,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     ns_steps: int = static(default=ns.STEPS, doc="how many iterations a step makes; of a sequence, all.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer(int8="signed")
-    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
+    implied_state = {"step": 1.0}
     lr_ratio = staticmethod(_ratio)
 
     @staticmethod
@@ -70,7 +69,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 
     @staticmethod
-    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+    def check(hypers, statics):
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
             there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
             raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")

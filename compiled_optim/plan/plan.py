@@ -333,7 +333,7 @@ def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any
         reason += f": processes would share groups of {GROUP} elements of shape {shape} with {spread}"
     elif grouped and not (rule.is_elementwise or is_in_rows):
         reason += f": rows of matrices must be contiguous, and of a multiple of {GROUP} elements, but its shape is {shape}"
-    elif rule.goes_by_memory(choices) and _only_wraps(layout.local(param)):
+    elif (grouped or rule.reads_index(choices)) and _only_wraps(layout.local(param)):
         reason += " or stochastic rounding, which go by the order of elements in memory: "
         reason += f"a {type(param).__name__} has no memory of its own"
     else:

@@ -333,10 +333,6 @@ class Rule(Declaration):
             return self.written(statics, PLAIN)[-1].reads_index
         return self.indexed is not None and self.indexed(statics)
 
-    def goes_by_memory(self, statics: Mapping[str, Any]) -> bool:
-        """Whether the update depends on the order of elements in memory: by their groups, or by :data:`INDEX`."""
-        return bool(self.grouped_buffers(statics)) or self.reads_index(statics)
-
     @_once
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
         """``coefficients`` of ``step``, :data:`NUMBERS`, ``hyper0``, ..., ``scalar0``, ...: statements and results."""
