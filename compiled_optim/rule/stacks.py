@@ -208,9 +208,8 @@ class StackCode(Code):
     def __init__(self, dialect: Dialect, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
         super().__init__(dialect, "e")
         self.sizes, self.dtype = sizes, dtype
-        self.steps: list[Step] = []
         self.numbers: list[float] = []
-        self._made: dict[Step, str] = {}  # by what defines it, the name of each value
+        self.steps: dict[Step, str] = {}  # the name of each value, by the step that defines it
 
     def operand(self, value: Any, *, is_int: bool = False) -> str:
         """As for any code; a Python number has a place in ``numbers``, so that code does not depend on it."""
@@ -304,11 +303,8 @@ class StackCode(Code):
         is_int: bool = False,
     ) -> StackSymbol:
         """Append a step, unless there is one like it, and return the symbol of its result."""
-        step = Step("", kind, axes, reads, expression, half, flips, is_int)
-        if step not in self._made:
-            self._made[step] = name = f"e{len(self.steps)}"
-            self.steps.append(dataclasses.replace(step, name=name))
-        return StackSymbol(self, self._made[step], axes, half=half, turned=turned, is_int=is_int)
+        name = self.steps.setdefault(Step("", kind, axes, reads, expression, half, flips, is_int), f"e{len(self.steps)}")
+        return StackSymbol(self, name, axes, half=half, turned=turned, is_int=is_int)
 
     def _aligned(self, *values: Any) -> Sequence[Any]:
         """``values`` that all lie as they are seen, or are all turned."""
@@ -340,7 +336,7 @@ class StackCode(Code):
         return (step := self._step(symbol)) is not None and step.kind == "product"
 
     def _step(self, symbol: StackSymbol) -> Step | None:
-        return next((step for step in self.steps if step.name == symbol.name), None)
+        return next((step for step, name in self.steps.items() if name == symbol.name), None)
 
 
 def written(
@@ -377,10 +373,12 @@ def written(
         if not isinstance(symbol := results[name], StackSymbol) or symbol.seen != inputs[old]:
             raise NotWritable(f"returns a {name} of another shape")
         found[old] = code.upright(symbol).name
-    needed = {*found.values()}
-    for step in reversed(code.steps):
-        needed |= {*step.reads} if step.name in needed else set()
-    return StackUpdate(axes, inputs, [step for step in code.steps if step.name in needed], found, code.numbers)
+    steps, needed = [], {*found.values()}
+    for step, name in reversed(code.steps.items()):
+        if name in needed:
+            steps.append(dataclasses.replace(step, name=name))
+            needed |= {*step.reads}
+    return StackUpdate(axes, inputs, steps[::-1], found, code.numbers)
 
 
 def _axes_of(buffer: Buffer, axes: Axes) -> Axes:
