@@ -557,7 +557,6 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
             raise ValueError("fixed_iterations=True needs line_search_fn=None: a search decides when to stop")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the one group there can be."""
         super().add_param_group(param_group)
         group = self.param_groups[0]
         if group["max_eval"] is None:

@@ -10,12 +10,11 @@ from compiled_optim.optimizers import newton_schulz as ns
 from compiled_optim.rule import Number, buffer, hyper, static
 
 # What the learning rate of a matrix is multiplied by, under torch's name and under another one that is in use.
-_ratios: dict[tuple[str, str], Callable[[int, int], float]] = {
-    ("original", "shape_scaling"): lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    ("match_rms_adamw", "spectral"): lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    ("spectral_unclamped", "unit_rms_norm"): lambda rows, columns: math.sqrt(rows / columns),
+_RATIOS: dict[str, Callable[[int, int], float]] = {
+    **dict.fromkeys(("original", "shape_scaling"), lambda rows, columns: math.sqrt(max(1, rows / columns))),
+    **dict.fromkeys(("match_rms_adamw", "spectral"), lambda rows, columns: 0.2 * math.sqrt(max(rows, columns))),
+    **dict.fromkeys(("spectral_unclamped", "unit_rms_norm"), lambda rows, columns: math.sqrt(rows / columns)),
 }
-_RATIOS = {name: ratio for names, ratio in _ratios.items() for name in names}
 
 
 def _ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:

@@ -245,7 +245,11 @@ class StackCode(Code):
         if any(getattr(value, "half", False) for value in numbers) or (name in OF_FORMATS and self.dtype != torch.float32):
             raise NotWritable(f"takes {name} in bfloat16 or float64")
         if name == "group_max":
-            return self._largest(*values)
+            (x,) = values
+            if x.turned:
+                raise NotWritable("stores transposed matrices in groups of elements")
+            assert x.axes[-1] == _COLUMNS, "rows of one element have no groups"
+            return self.append("largest", (*x.axes[:-1], OF_GROUPS), (x.name,), is_int=True)
         if name == "broadcast":  # a value of each group is read for each of its elements
             (value,) = values
             axes = (*value.axes[:-1], _COLUMNS)
@@ -255,12 +259,6 @@ class StackCode(Code):
             expression = f"power_({base.name}, T({float(exponent)!r}))"
             return self.append("element", base.axes, (base.name,), expression, turned=base.turned)
         return super().call(name, *self._aligned(*values))
-
-    def _largest(self, x: StackSymbol) -> StackSymbol:
-        if x.turned:
-            raise NotWritable("stores transposed matrices in groups of elements")
-        assert x.axes[-1] == _COLUMNS, "rows of one element have no groups"
-        return self.append("largest", (*x.axes[:-1], OF_GROUPS), (x.name,), is_int=True)
 
     def _quadratic(self, x: StackSymbol, *rest: Any) -> StackSymbol:
         """One operation on bfloat16 numbers, if the language has that and all numbers are coefficients, or all constants."""
