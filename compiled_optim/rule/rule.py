@@ -377,11 +377,6 @@ class Rule(Declaration):
         return tuple(name for name in found if name not in self.shared_scalars)
 
     @functools.cached_property
-    def per_parameter(self) -> tuple[str, ...]:
-        """The numbers of each parameter that ``coefficients`` may take: :data:`NUMBERS`, and what further choices say."""
-        return tuple(dict.fromkeys((*NUMBERS, *(scale.name for scale in self.scales))))
-
-    @functools.cached_property
     def scalar_names(self) -> tuple[str, ...]:
         """The step count and the scalars."""
         return "step", *[s.name for s in self.scalars]
