@@ -33,10 +33,9 @@ from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
-from compiled_optim.rule.matrices import Split, in_parts
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, Weights, stored
-from compiled_optim.rule.transforms import cautious, check_decay, decay, lr_scaled
+from compiled_optim.rule.transforms import Split, cautious, check_decay, decay, in_parts, lr_scaled
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine, refuse_whole

@@ -1,8 +1,5 @@
 """Adafactor."""
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -49,7 +46,7 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
         return [axis for axis in range(len(shape)) if axis not in largest] + sorted(largest)
 
     @staticmethod
-    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+    def check(hypers, statics):
         if statics["factored_dims"] not in ("last", "largest"):
             raise ValueError(f"factored_dims must be 'last' or 'largest', got {statics['factored_dims']!r}")
 

@@ -43,16 +43,18 @@ SMALLEST_GROWTH, LARGEST_GROWTH = 0.01, 10.0  # of a trial that is still too sho
 MARGIN = 0.1  # of a bracket's length: how near its ends a second trial in succession may lie
 
 
-def new_pairs(size: int, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """An empty history of up to ``size`` pairs; pair ``n`` lies in row ``n % size``, and empty rows are 0."""
-    options: dict[str, Any] = {"dtype": dtype, "device": device}
-    return {
-        "old_stps": torch.zeros(size, numel, **options),  # steps; torch.optim's names
-        "old_dirs": torch.zeros(size, numel, **options),  # changes of the gradient
-        "products": torch.zeros(size, size, **options),  # of every step with every change that is not older
-        "H_diag": torch.ones((), **options),  # the scale of the initial inverse Hessian
-        "pairs": torch.zeros((), dtype=torch.int64, device=device),  # how many were ever accepted
-    }
+def new_state(size: int, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
+    """What the first step finds, with an empty history of up to ``size`` pairs; pair ``n`` lies in row ``n % size``.
+
+    ``old_stps`` are steps and ``old_dirs`` changes of the gradient: torch.optim's names. ``products`` are of every step with
+    every change that is not older, ``H_diag`` is the scale of the initial inverse Hessian, and ``pairs`` how many were ever
+    accepted. Empty rows are 0.
+    """
+    shapes = {**dict.fromkeys(VECTORS, (numel,)), **dict.fromkeys(HISTORY, (size, numel)), "products": (size, size)}
+    dtypes = dict.fromkeys((*COUNTS, "pairs"), torch.int64)
+    state = {n: torch.zeros(shapes.get(n, ()), dtype=dtypes.get(n, dtype), device=device) for n in MEMORY}
+    state["H_diag"].fill_(1)
+    return state
 
 
 def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: Tensor) -> None:
@@ -246,11 +248,7 @@ class LBFGSStep(Step):
         return memory
 
     def _new_state(self) -> dict[str, Tensor]:
-        pairs = new_pairs(self._group["history_size"], sum(self._sizes), self._dtype, self.devices[0])
-        vectors = {name: pairs["old_stps"].new_zeros(sum(self._sizes)) for name in VECTORS}
-        numbers = {name: torch.zeros_like(pairs["H_diag"]) for name in NUMBERS}
-        counts = {name: torch.zeros_like(pairs["pairs"]) for name in COUNTS}
-        return {**counts, **vectors, **numbers, **pairs}
+        return new_state(self._group["history_size"], sum(self._sizes), self._dtype, self.devices[0])
 
     @property
     def memory(self) -> object:
@@ -559,7 +557,6 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
             raise ValueError("fixed_iterations=True needs line_search_fn=None: a search decides when to stop")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take the one group there can be."""
         super().add_param_group(param_group)
         group = self.param_groups[0]
         if group["max_eval"] is None:

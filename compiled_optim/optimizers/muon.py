@@ -1,8 +1,7 @@
 """Muon."""
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Callable
 
 import torch
 
@@ -11,12 +10,11 @@ from compiled_optim.optimizers import newton_schulz as ns
 from compiled_optim.rule import Number, buffer, hyper, static
 
 # What the learning rate of a matrix is multiplied by, under torch's name and under another one that is in use.
-_ratios: dict[tuple[str, str], Callable[[int, int], float]] = {
-    ("original", "shape_scaling"): lambda rows, columns: math.sqrt(max(1, rows / columns)),
-    ("match_rms_adamw", "spectral"): lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
-    ("spectral_unclamped", "unit_rms_norm"): lambda rows, columns: math.sqrt(rows / columns),
+_RATIOS: dict[str, Callable[[int, int], float]] = {
+    **dict.fromkeys(("original", "shape_scaling"), lambda rows, columns: math.sqrt(max(1, rows / columns))),
+    **dict.fromkeys(("match_rms_adamw", "spectral"), lambda rows, columns: 0.2 * math.sqrt(max(rows, columns))),
+    **dict.fromkeys(("spectral_unclamped", "unit_rms_norm"), lambda rows, columns: math.sqrt(rows / columns)),
 }
-_RATIOS = {name: ratio for names, ratio in _ratios.items() for name in names}
 
 
 def _ratio(shape: torch.Size, adjust_lr_fn: str | None) -> float:
@@ -53,7 +51,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     ns_steps: int = static(default=ns.STEPS, doc="how many iterations a step makes; of a sequence, all.")
     adjust_lr_fn: str | None = static(default=None, doc='how ``lr`` follows the shape, see above; None is ``"original"``.')
     momentum_buffer = buffer(int8="signed")
-    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
+    implied_state = {"step": 1.0}
     lr_ratio = staticmethod(_ratio)
 
     @staticmethod
@@ -70,7 +68,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
         return dict(param=c.decay * param, step=c.lr * ratio * direction, momentum_buffer=momentum_buffer)
 
     @staticmethod
-    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+    def check(hypers, statics):
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
             there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
             raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")

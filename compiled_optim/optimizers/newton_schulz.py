@@ -66,11 +66,8 @@ def check_iterations(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> N
             raise ValueError(f"ns_coefficients must be {names}, three numbers or a sequence of such triples, got {chosen!r}")
     elif chosen is not None:
         for index, triple in enumerate(chosen):
-            if not isinstance(triple, tuple) or len(triple) != 3 or not all(map(_is_finite, triple)):
+            is_triple = isinstance(triple, tuple) and len(triple) == 3
+            if not is_triple or not all(isinstance(number, (int, float)) and math.isfinite(number) for number in triple):
                 raise ValueError(f"ns_coefficients[{index}] must be three finite numbers, got {triple!r}")
         if steps not in (STEPS, len(chosen)):
             raise ValueError(f"ns_steps must be {len(chosen)}, as many as triples, or the default {STEPS}, got {steps}")
-
-
-def _is_finite(number: Any) -> bool:
-    return isinstance(number, (int, float)) and math.isfinite(number)

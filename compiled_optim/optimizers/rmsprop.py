@@ -1,7 +1,6 @@
 """RMSprop."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, product, sqrt, static, where
@@ -24,7 +23,7 @@ class RMSprop(CompiledOptimizer, decays="gradient"):
     grad_avg = buffer(when="centered")
 
     @staticmethod
-    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+    def check(hypers, statics):
         """Raise ``ValueError`` where the small difference of two averages would be a difference of roundings."""
         chosen = statics.get("state_dtype")
         chosen = chosen.get("square_avg") if isinstance(chosen, Mapping) else chosen

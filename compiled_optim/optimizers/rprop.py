@@ -1,8 +1,5 @@
 """Rprop."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, maximum, minimum, sign, where
 
@@ -20,7 +17,7 @@ class Rprop(CompiledOptimizer):
     prev, step_size = buffer(), buffer(init="lr")
 
     @staticmethod
-    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+    def check(hypers, statics):
         """Raise ``ValueError`` unless the first eta shrinks and the second grows."""
         smaller, larger = hypers["etas"]
         if not 0 < smaller < 1 < larger:

@@ -1,8 +1,5 @@
 """SGD."""
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
-
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Accumulation, Number, buffer, hyper, product, static, where
 
@@ -22,10 +19,10 @@ class SGD(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     nesterov: bool = static(default=False, doc="step along gradient + ``momentum`` * buffer; needs momentum, no dampening.")
     momentum_buffer = buffer(when="momentum", int8="signed")
     accumulation = Accumulation(kept=("momentum",), unless=("nesterov",))
-    implied_state: ClassVar[Mapping[str, float]] = {"step": 1.0}
+    implied_state = {"step": 1.0}
 
     @staticmethod
-    def check(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
+    def check(hypers, statics):
         if statics["nesterov"] and (hypers["momentum"] <= 0 or hypers["dampening"] != 0):
             raise ValueError("Nesterov momentum requires a momentum and zero dampening")
 

@@ -23,7 +23,7 @@ from compiled_optim.memory import layout, torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.rule.declared import rule_name
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.rule import Declaration, Rule
+from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
 from compiled_optim.state import OptimizerState, ParamState, StateForm, has_own_entries, initial_values
 
 _SEEDS = 0x9E3779  # how far apart the seeds of the parts of a DTensor are
@@ -210,8 +210,8 @@ class Plan:
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
-        """By name, the :attr:`Rule.per_parameter` numbers of the members; 1 where nobody chose."""
-        chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in self.rule.per_parameter}
+        """By name, the :data:`NUMBERS` of the members; 1 where nobody chose."""
+        chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in NUMBERS}
         if self.sharded and self.rule.is_elementwise and self.rule.reads_index(self.statics):  # counted in each part
             shift = _SEEDS * layout.part_number(self.params[0])
             chosen["seed"] = [(seed + shift) % (1 << 24) for seed in chosen["seed"]]
@@ -319,7 +319,7 @@ def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any
         reason += f": processes would share groups of {GROUP} elements of shape {shape} with {spread}"
     elif grouped and not (rule.is_elementwise or is_in_rows):
         reason += f": rows of matrices must be contiguous, and of a multiple of {GROUP} elements, but its shape is {shape}"
-    elif rule.goes_by_memory(choices) and _only_wraps(layout.local(param)):
+    elif (grouped or rule.reads_index(choices)) and _only_wraps(layout.local(param)):
         reason += " or stochastic rounding, which go by the order of elements in memory: "
         reason += f"a {type(param).__name__} has no memory of its own"
     else:

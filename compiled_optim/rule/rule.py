@@ -44,15 +44,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ByName:
-    """A function of a rule, called with values by name: it gets those that its signature names; all if it ends in ``**``."""
+    """A function of a rule, called with values by name: it gets those that its signature names."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
-        self._function, self._takes_all = function, inspect.Parameter.VAR_KEYWORD in kinds.values()
-        self.names = tuple(name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD)
+        self._function, self.names = function, tuple(inspect.signature(function).parameters)
 
     def __call__(self, values: Values) -> Any:
-        return self._function(**(values if self._takes_all else {n: values[n] for n in self.names if n in values}))
+        return self._function(**{n: values[n] for n in self.names if n in values})
 
 
 def _once(method: F) -> F:
@@ -333,10 +331,6 @@ class Rule(Declaration):
             return self.written(statics, PLAIN)[-1].reads_index
         return self.indexed is not None and self.indexed(statics)
 
-    def goes_by_memory(self, statics: Mapping[str, Any]) -> bool:
-        """Whether the update depends on the order of elements in memory: by their groups, or by :data:`INDEX`."""
-        return bool(self.grouped_buffers(statics)) or self.reads_index(statics)
-
     @_once
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
         """``coefficients`` of ``step``, :data:`NUMBERS`, ``hyper0``, ..., ``scalar0``, ...: statements and results."""
@@ -381,11 +375,6 @@ class Rule(Declaration):
         values = {**statics, **{name: Symbol(code, name) for name in (*totals, *self.shared_scalars)}}
         found = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
         return tuple(name for name in found if name not in self.shared_scalars)
-
-    @functools.cached_property
-    def per_parameter(self) -> tuple[str, ...]:
-        """The numbers of each parameter that ``coefficients`` may take: :data:`NUMBERS`, and what further choices say."""
-        return tuple(dict.fromkeys((*NUMBERS, *(scale.name for scale in self.scales))))
 
     @functools.cached_property
     def scalar_names(self) -> tuple[str, ...]:

@@ -208,9 +208,8 @@ class StackCode(Code):
     def __init__(self, dialect: Dialect, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
         super().__init__(dialect, "e")
         self.sizes, self.dtype = sizes, dtype
-        self.steps: list[Step] = []
         self.numbers: list[float] = []
-        self._made: dict[Step, str] = {}  # by what defines it, the name of each value
+        self.steps: dict[Step, str] = {}  # the name of each value, by the step that defines it
 
     def operand(self, value: Any, *, is_int: bool = False) -> str:
         """As for any code; a Python number has a place in ``numbers``, so that code does not depend on it."""
@@ -246,7 +245,11 @@ class StackCode(Code):
         if any(getattr(value, "half", False) for value in numbers) or (name in OF_FORMATS and self.dtype != torch.float32):
             raise NotWritable(f"takes {name} in bfloat16 or float64")
         if name == "group_max":
-            return self._largest(*values)
+            (x,) = values
+            if x.turned:
+                raise NotWritable("stores transposed matrices in groups of elements")
+            assert x.axes[-1] == _COLUMNS, "rows of one element have no groups"
+            return self.append("largest", (*x.axes[:-1], OF_GROUPS), (x.name,), is_int=True)
         if name == "broadcast":  # a value of each group is read for each of its elements
             (value,) = values
             axes = (*value.axes[:-1], _COLUMNS)
@@ -256,12 +259,6 @@ class StackCode(Code):
             expression = f"power_({base.name}, T({float(exponent)!r}))"
             return self.append("element", base.axes, (base.name,), expression, turned=base.turned)
         return super().call(name, *self._aligned(*values))
-
-    def _largest(self, x: StackSymbol) -> StackSymbol:
-        if x.turned:
-            raise NotWritable("stores transposed matrices in groups of elements")
-        assert x.axes[-1] == _COLUMNS, "rows of one element have no groups"
-        return self.append("largest", (*x.axes[:-1], OF_GROUPS), (x.name,), is_int=True)
 
     def _quadratic(self, x: StackSymbol, *rest: Any) -> StackSymbol:
         """One operation on bfloat16 numbers, if the language has that and all numbers are coefficients, or all constants."""
@@ -304,11 +301,8 @@ class StackCode(Code):
         is_int: bool = False,
     ) -> StackSymbol:
         """Append a step, unless there is one like it, and return the symbol of its result."""
-        step = Step("", kind, axes, reads, expression, half, flips, is_int)
-        if step not in self._made:
-            self._made[step] = name = f"e{len(self.steps)}"
-            self.steps.append(dataclasses.replace(step, name=name))
-        return StackSymbol(self, self._made[step], axes, half=half, turned=turned, is_int=is_int)
+        name = self.steps.setdefault(Step("", kind, axes, reads, expression, half, flips, is_int), f"e{len(self.steps)}")
+        return StackSymbol(self, name, axes, half=half, turned=turned, is_int=is_int)
 
     def _aligned(self, *values: Any) -> Sequence[Any]:
         """``values`` that all lie as they are seen, or are all turned."""
@@ -340,7 +334,7 @@ class StackCode(Code):
         return (step := self._step(symbol)) is not None and step.kind == "product"
 
     def _step(self, symbol: StackSymbol) -> Step | None:
-        return next((step for step in self.steps if step.name == symbol.name), None)
+        return next((step for step, name in self.steps.items() if name == symbol.name), None)
 
 
 def written(
@@ -377,10 +371,12 @@ def written(
         if not isinstance(symbol := results[name], StackSymbol) or symbol.seen != inputs[old]:
             raise NotWritable(f"returns a {name} of another shape")
         found[old] = code.upright(symbol).name
-    needed = {*found.values()}
-    for step in reversed(code.steps):
-        needed |= {*step.reads} if step.name in needed else set()
-    return StackUpdate(axes, inputs, [step for step in code.steps if step.name in needed], found, code.numbers)
+    steps, needed = [], {*found.values()}
+    for step, name in reversed(code.steps.items()):
+        if name in needed:
+            steps.append(dataclasses.replace(step, name=name))
+            needed |= {*step.reads}
+    return StackUpdate(axes, inputs, steps[::-1], found, code.numbers)
 
 
 def _axes_of(buffer: Buffer, axes: Axes) -> Axes:

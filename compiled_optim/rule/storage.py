@@ -152,9 +152,17 @@ def stored(rule: Rule) -> Rule:
             new[entry] = formats.encoded(new.pop(name), scale, signs[name], threshold)
         return {**new, "step": 0.0}
 
+    check_state, state_of = functools.partial(_check_state_dtype, rule), functools.partial(_state_dtypes, rule)
+    options = (
+        Option(None, of=_weights, valid=_check_weights, suits=_suits_weights, name="weights"),
+        Option(False, optional=True, name="kahan_sum"),
+        Option(None, of=state_of, valid=check_state, suits=_suits_state, name="state_dtype"),
+        Option((), valid=check_patterns, patterns=True, name="exclude"),
+        Option(0, valid=_check_seed, name="rounding_seed"),
+    )
     return rule.seeing(
         opened,
-        options=(*rule.options, *_options(rule)),
+        options=(*rule.options, *options),
         buffers=(*(b for b in buffers if not b.grouped), *_PARTS, *(b for b in buffers if b.grouped)),
         coefficients=coefficients,
         update=update,
@@ -204,17 +212,6 @@ def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any
     if mode == "master":
         return {"master_param": formats.copy_beside(value, param, dtype)}
     return {"kahan_comp": where((value - value == 0) & (param - param == 0), value - param, 0.0)} if mode == "kahan" else {}
-
-
-def _options(rule: Rule) -> tuple[Option, ...]:
-    check_state, state_of = functools.partial(_check_state_dtype, rule), functools.partial(_state_dtypes, rule)
-    return (
-        Option(None, of=_weights, valid=_check_weights, suits=_suits_weights, name="weights"),
-        Option(False, optional=True, name="kahan_sum"),
-        Option(None, of=state_of, valid=check_state, suits=_suits_state, name="state_dtype"),
-        Option((), valid=check_patterns, patterns=True, name="exclude"),
-        Option(0, valid=_check_seed, name="rounding_seed"),
-    )
 
 
 def _suits_weights(value: Any, param: Tensor) -> bool:

@@ -21,7 +21,7 @@ from compiled_optim.optimizers.lbfgs import (
     SUFFICIENT_DECREASE,
     Trial,
     direction,
-    new_pairs,
+    new_state,
     record,
     strong_wolfe,
 )
@@ -222,7 +222,7 @@ def test_direction_equals_the_two_loop_recursion() -> None:
 
     basis = torch.randn(30, 30, dtype=torch.float64, generator=generator)
     hessian = basis @ basis.t() + torch.eye(30, dtype=torch.float64)
-    pairs = new_pairs(5, 30, torch.float64, torch.device("cpu"))
+    pairs = new_state(5, 30, torch.float64, torch.device("cpu"))
     kept: list[tuple[torch.Tensor, torch.Tensor]] = []
     for number in range(14):
         step = vector()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import io
 import math
@@ -24,8 +23,6 @@ from torch.distributed.checkpoint import state_dict as dcp
 import compiled_optim as co
 from compiled_optim.groups.per_parameter import ByName, check_names
 from compiled_optim.optimizer import engine_of
-from compiled_optim.plan.plan import partition
-from compiled_optim.rule.fields import Scale
 from compiled_optim.step import engine
 
 SCALED = [c for c in registry() if hasattr(c, "_rule")]
@@ -229,14 +226,6 @@ class TestOnePlan:
                 runner.step()
                 assert (before - param).tolist() == [0.5 if step < 5 else 2.0] * 2
         assert co.compile_report(optimizer).captures == ("", "tables were made anew")
-
-
-def test_another_scale_is_a_number_of_its_own() -> None:
-    optimizer = co.SGD(_params("a", "b"), lr_scale={"a": 0.5})
-    optimizer.param_groups[0]["wd_scale"] = {"b": 4.0}
-    rule = dataclasses.replace(co.SGD._rule, scales=(*co.SGD._rule.scales, Scale(None, name="wd_scale")))
-    (plan,) = partition([rule], optimizer.param_groups, optimizer.state)
-    assert (plan.numbers["lr_scale"], plan.numbers["wd_scale"]) == ([0.5, 1.0], [1.0, 4.0])
 
 
 class TestWhoIsAsked:

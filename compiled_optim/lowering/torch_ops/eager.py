@@ -17,7 +17,7 @@ from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping, scaled, square_sum
 from compiled_optim.plan.plan import Plan
-from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.rule import NUMBERS, Rule
 
 
 def evaluated(
@@ -59,7 +59,7 @@ def evaluated(
         present = live if present is None else present & live
         factor, skip = factor * clip, skipped.expand_as(factor)
     step = scalars[0] + 1
-    values: dict[str, Any] = dict(zip(rule.per_parameter, numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
+    values: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
     values |= {"step": step, **statics, **rule.by_name(statics, hypers)}
     values |= {s.name: scalar for s, scalar in zip(rule.scalars, scalars[1:].unbind(), strict=True)}
     rows = {

@@ -33,6 +33,7 @@ from compiled_optim.plan.compilations import CompilationLog, KernelKey, coeffici
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.formats import GROUP
+from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import filled
 
 Kernel: TypeAlias = Mapping[int, Callable[[list[Tensor]], Any]]
@@ -271,7 +272,7 @@ def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> t
         numbers = 2 + len(key.rule.number_names(statics)[stage])
         return [*tensors, torch.zeros(len(sizes), numbers, dtype=wide, device=device)], [[0]] * len(tensors) + [[]]
     hypers = sum(h.length for h in key.rule.present_hypers(statics))
-    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(key.rule.per_parameter), _TENSORS))
+    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(NUMBERS), _TENSORS))
     tensors = [torch.ones(shape, dtype=wide, device=device) for shape in rows]
     tensors += [torch.ones(_TENSORS, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool)]
     tensors += [torch.ones((), dtype=wide, device=device) for _ in ("total", *NAMES)]
