@@ -5,18 +5,15 @@ Each stage of a rule's reductions takes two more.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
 import hashlib
-import inspect
 import itertools
 import linecache
 import sys
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType, ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -417,13 +414,6 @@ def load(text: str) -> ModuleType:
     return sys.modules[name]
 
 
-_CALL = (
-    "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata, "
-    "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
-)
-"""How Triton launches a ``CompiledKernel``, since 3.6 at least."""
-
-
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` the current one, on which Triton launches whatever the device of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -470,7 +460,8 @@ def launcher(
 
     def launch(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         runtime = knobs.runtime
-        if _acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook):
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if any(getattr(hook, "calls", hook) for hook in hooks):  # a chain of hooks may be empty
             return usual(tensors, counts)
         stream = driver.active.get_current_stream(index)
         return run(x, y, z, stream, *same, *(addresses or map(Tensor.data_ptr, tensors)), *counts)
@@ -485,28 +476,22 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
     return lambda: launch(tensors, counts)
 
 
-def _acts(hook: Any) -> bool:
-    """Whether a hook does anything: a chain of hooks may be empty."""
-    return bool(getattr(hook, "calls", hook))
-
-
 @functools.cache
 def obstacle() -> str:
-    """Why what this version of Triton compiled cannot be launched as :func:`launcher` does; empty if it can."""
+    """Why what this version of Triton compiled cannot be launched as :func:`launcher` does; empty if it can, as of 3.6 on."""
     import triton
 
-    try:
+    given: list[tuple[Any, ...]] = []
+    kernel = SimpleNamespace(
+        _init_handles=lambda: None, launch_metadata=lambda *_: "metadata", run=lambda *a: given.append(a)
+    )
+    kernel.function, kernel.packed_metadata = "function", "packed"
+    with contextlib.suppress(Exception):  # whatever another version has or needs
+        from triton import knobs
         from triton.compiler import CompiledKernel
 
-        text = inspect.getsource(CompiledKernel.__getitem__)
-    except (ImportError, AttributeError, OSError):
-        text = ""  # which is another way
-    if launches_as_known(text):
-        return ""
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        CompiledKernel.__getitem__(kernel, (1, 2, 3))("argument", stream=4)
+        if given == [(1, 2, 3, 4, "function", "packed", "metadata", *hooks, "argument")]:
+            return ""
     return f"Triton {triton.__version__} launches what it compiled in a way of its own"
-
-
-def launches_as_known(text: str) -> bool:
-    """Whether the ``text`` of ``CompiledKernel.__getitem__`` launches as :func:`launcher` does."""
-    nodes = ast.walk(ast.parse(textwrap.dedent(text)))
-    return _CALL in {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)}
