@@ -103,11 +103,11 @@ class Program:
         *means, update = rule.written(statics, dialect)
         return cls(arrays, compute_dtype(param), {i: stage for i, stage in enumerate(means) if stage.results}, update)
 
-    def bits_above(self, array: Array, value: str) -> str | None:
-        """The integer whose upper 16 bits an array of bfloat16 stores as ``value``, if ``value`` was made of these alone."""
-        made = next((s for s in self.update.statements if s.name == value and s.word == "from_upper"), None)
-        return None if made is None or array.dtype != torch.bfloat16 else made.reads[0]
+    def new_elements(self) -> list[tuple[Array, str, str | None]]:
+        """The arrays that are updated, each with the expression of its new element.
 
-    def new_elements(self) -> list[tuple[Array, str]]:
-        """The arrays that are updated, each with the expression of its new element."""
-        return list(zip([a for a in self.arrays if a.row is not None], self.update.results.values(), strict=True))
+        With the element of an array of bfloat16 that was made of an integer's upper 16 bits alone, there is the integer.
+        """
+        made = {s.name: s.reads[0] for s in self.update.statements if s.word == "from_upper"}
+        pairs = zip([a for a in self.arrays if a.row is not None], self.update.results.values(), strict=True)
+        return [(array, new, made.get(new) if array.dtype == torch.bfloat16 else None) for array, new in pairs]

@@ -243,7 +243,7 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
         name=name,
         numel=NUMEL,
         addresses=" | ".join(array.address for array in elementwise),
-        lanes=_lanes(*elementwise),
+        lanes=16 // min(array.dtype.itemsize for array in elementwise),  # which fill 16 bytes, or more of them, in each
         numbers=indented(before, _INDENT * 2),
         wide=along(wide, 3),
         narrow=along(narrow, 4),
@@ -282,13 +282,7 @@ def _square_sums(grad: torch.dtype) -> str:
 
 
 def _update(program: Program) -> str:
-    new = [(*element, program.bits_above(*element)) for element in program.new_elements()]
-    return _each_block(program, "update", program.update, lambda path: [path.store(*element) for element in new])
-
-
-def _lanes(*arrays: Array) -> int:
-    """The fewest elements that fill a whole number of 16 bytes in each of ``arrays``."""
-    return 16 // min(array.dtype.itemsize for array in arrays)
+    return _each_block(program, "update", program.update, lambda path: [path.store(*new) for new in program.new_elements()])
 
 
 _EVALUATION = """
@@ -478,7 +472,7 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
 
 @functools.cache
 def obstacle() -> str:
-    """Why what this version of Triton compiled cannot be launched as :func:`launcher` does; empty if it can, as of 3.6 on."""
+    """Why what Triton compiled cannot be launched as :func:`launcher` does; empty if it can, as with 3.6 and 3.7."""
     import triton
 
     given: list[tuple[Any, ...]] = []
