@@ -104,8 +104,7 @@ class StackSource(Schedule):
         lines[True] += [f"{self._element(to, loop)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores]
         totals: dict[str, str] = {}  # what is added up in a variable before it goes to memory
         begin, end = [], []
-        for step in loop.sums:
-            name = f"partial_{step.name}"
+        for name, step in loop.sums.items():
             copies, count = self._extent(name), numel(step.axes)
             before.append(self._pointer(name, f"(t * {copies} + p % {copies})"))
             if step.kind == "sum" and step.axes[inner]:

@@ -26,7 +26,7 @@ _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.in
 class Loop:
     """A loop over the elements of ``axes``: it evaluates steps, adds up ``sums``, and stores what is read after it.
 
-    Among ``sums`` are the largest of groups, too.
+    Among ``sums`` are the largest of groups, too. They are named by what the loop writes for each, a partial result or all.
 
     ``loads`` are what it reads from memory and ``numbers`` the coefficients that it reads, ``kept`` the values that it
     stores. ``results`` are the new values of parameter and buffers, by the names of these.
@@ -34,9 +34,9 @@ class Loop:
 
     name: str
     axes: Axes
+    sums: dict[str, Step]
+    results: dict[str, str]
     steps: list[Step] = field(default_factory=list)
-    sums: list[Step] = field(default_factory=list)
-    results: dict[str, str] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -89,8 +89,8 @@ class Schedule:
         read = multiplied.union(*(loop.loads for loop in self.loops))
         for loop in self.loops:
             loop.kept = [step.name for step in loop.steps if step.name in self._names & read]
-        sums = ((loop, step) for loop in self.loops for step in loop.sums)
-        self.partial = {f"partial_{s.name}": (loop, s) for loop, s in sums if s.kind in self._partly}
+        sums = ((name, loop, step) for loop in self.loops for name, step in loop.sums.items())
+        self.partial = {name: (loop, step) for name, loop, step in sums if name != step.name}
         self.dtypes |= {name: torch.int32 if s.is_int else torch.float64 for name, (_, s) in self.partial.items()}
 
     def _stored_early(self, old: str, new: str) -> bool:
@@ -148,10 +148,11 @@ class Schedule:
         return self._read(step.reads) & self._names
 
     def _loop(self, axes: Axes, found: Iterable[Step], results: dict[str, str] | None = None) -> Loop:
-        loop = Loop(f"loop{len(self.loops)}", axes, sums=[s for s in found if s.reduces], results=results or {})
+        sums = {f"partial_{s.name}" if s.kind in self._partly else s.name: s for s in found if s.reduces}
+        loop = Loop(f"loop{len(self.loops)}", axes, sums, results or {})
         self.loops.append(loop)
         own = {s.name for s in found if s.kind == "element"}
-        wanted = [*own, *(s.reads[0] for s in loop.sums), *loop.results.values()]
+        wanted = [*own, *(s.reads[0] for s in sums.values()), *loop.results.values()]
         read = self._read(wanted, own)
         loop.steps = [s for s in self.update.steps if s.name in read and (s.name in own or s.name not in self._names)]
         others = sorted(read - {s.name for s in loop.steps})

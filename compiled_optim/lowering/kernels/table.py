@@ -150,7 +150,7 @@ class GradientPointers:
         self._device = device
         host = torch.zeros(count, dtype=torch.int64, device="cpu")
         self._host = host.numpy()
-        self._own = host if device.type == "cpu" else upload(host, device)
+        self._own = upload(host, device)  # on a CPU, itself
         self._is_known = True  # whether the memory of the device has what the host's has
         self.pointers = self._own
         self._spares: list[tuple[Tensor, Tensor]] = []  # memory for a captured step, and where the host writes

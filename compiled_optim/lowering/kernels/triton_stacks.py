@@ -118,11 +118,7 @@ class StackSource(Schedule):
     def own(self, loop: Loop) -> list[str]:
         """The values and partial sums that the kernel of ``loop`` takes."""
         values = [name for name in (*loop.loads, *loop.kept) if name not in self.update.inputs]
-        return [*dict.fromkeys(values), *self.summed(loop)]
-
-    def summed(self, loop: Loop) -> list[str]:
-        """What the kernel writes for sums: partial ones, or all that there is."""
-        return [next(n for n in (f"partial_{step.name}", step.name) if n in self.dtypes) for step in loop.sums]
+        return [*dict.fromkeys(values), *loop.sums]
 
     def _printed(self, loop: Loop) -> str:
         outer, inner = _tiled(loop.axes)
@@ -153,7 +149,7 @@ class StackSource(Schedule):
             narrow = f"{new}{'.to(tl.float32)' * (dtype in (torch.bfloat16, torch.float16))}.to({dtype_name(dtype)})"
             body.append(f"tl.store({', '.join([place, narrow, *mask])})")
         after: list[str] = []
-        for step in loop.sums:
+        for step in loop.sums.values():
             for lines, more in zip((before, body, after), self._sum(step, loop), strict=True):
                 lines += more
         own = [f"at_{name}" for name in self.own(loop)]
@@ -213,7 +209,7 @@ def _tiled(axes: Axes) -> tuple[int | None, int | None]:
 def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
     """The source for a ``shape``, as of :func:`source_of`."""
     tiling = tiling_of(torch.device(key.device))
-    is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(size % ALIGNED for size in shape[-2:])
+    is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(n % ALIGNED for n in shape[-2:])
     dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=is_fit)
     return source_of(StackSource, key, shape, dialect, tiling if is_fit else None)
 
@@ -248,7 +244,7 @@ class StackKernels:
     def _of_event(self, event: Event) -> Iterator[_Part]:
         if isinstance(event, Loop):
             yield self._loop(event)
-            yield from (self._added(partial) for partial in self._source.summed(event) if partial in self._source.partial)
+            yield from (self._added(name) for name in event.sums if name in self._source.partial)
         else:
             run = self._symmetric(event) or (lambda values, count: multiply(event, values))
             yield _Part(event.reads, self._made(event.name), run)
@@ -268,7 +264,7 @@ class StackKernels:
         (right, down), source = self._tiles(loop), self._source
         own = source.own(loop)
         batch = math.prod(self._sizes[a] for d, a in enumerate(loop.axes) if d not in _tiled(loop.axes))
-        makes = self._made(*loop.kept, *source.summed(loop))
+        makes = self._made(*loop.kept, *loop.sums)
         types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3, *(source.dtypes[name] for name in own)]
         sizes = [self._sizes[letter] for letter in source.update.letters]
         grid = right * down * batch, self._count
