@@ -57,7 +57,7 @@ def source(key: KernelKey) -> str:
     text = WORDS + _EVALUATION.format(**evaluation(key, DIALECT, _ACCESSES, "  "))
     if key.rule.granularity != "element":
         return text
-    program = Program.of(key, DIALECT)
+    program = Program(key, DIALECT)
     return text + "".join(_means(program, *means) for means in program.means.items()) + _update(program)
 
 

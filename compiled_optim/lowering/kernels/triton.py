@@ -173,7 +173,7 @@ def source(key: KernelKey) -> str:
     text = WORDS + _EVALUATION.format(**evaluation(key, dialect, _ACCESSES, _INDENT))
     if key.rule.granularity != "element":
         return text + _square_sums(key.dtypes[1])
-    program = Program.of(key, dialect)
+    program = Program(key, dialect)
     means = "".join(_means(program, *means) for means in program.means.items())
     return text + means + (_AVERAGE if means else "") + _square_sums(key.dtypes[1]) + _update(program)
 
