@@ -12,8 +12,8 @@ import hashlib
 import itertools
 import linecache
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, ModuleType, SimpleNamespace
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -419,8 +419,8 @@ def launcher(
     types: Sequence[Tensor | torch.dtype],
     counts: Sequence[Any],
     device: torch.device,
-    options: Mapping[str, Any] = MappingProxyType({}),
     addresses: Sequence[int] | None = None,
+    **options: int,
 ) -> Callable[[Sequence[Tensor], Sequence[Any]], object]:
     """What launches ``function``, which ``triton.jit`` made, with tensors and counts, on the stream that is then current.
 
@@ -436,7 +436,7 @@ def launcher(
     from triton import knobs
     from triton.runtime import driver
 
-    options = {**OPTIONS, **options}
+    options = OPTIONS | options
 
     def usual(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         return function[grid](*tensors, *counts, **options)
