@@ -22,6 +22,7 @@ pytest.importorskip("triton")
 from triton import JITFunction, knobs
 from triton.compiler import CompiledKernel
 from triton.runtime import driver as triton_driver
+from triton.tools import tensor_descriptor as tensor_descriptor  # once: Triton keeps the class that it finds first
 
 from perf import no_device
 
