@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import triton_stacks
-from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_kernel, stack_source
+from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_source
 from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import fits_indices
+from compiled_optim.memory.cache import library
 from compiled_optim.memory.layout import compute_dtype, is_plain, overlap_shifted, plain_copy
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
@@ -85,7 +86,10 @@ class LoopLowering(StackTableLowering):
         self._compile_evaluator()
         for stack in self.stacks:
             names = [self.plan.members[i].name for i in stack.positions]
-            make = functools.partial(stack_kernel, shape=stack.shape[1:])
+            loops = functools.partial(
+                StackLoops, load=functools.cache(library)
+            )  # which shapes share, and load no code in a step
+            make = functools.partial(_by_shape, loops, stack.shape)
             stack.loops = self._log.obtain(_kernels, stack.key, names, make)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
@@ -175,7 +179,7 @@ class KernelStackLowering(MultiTensorLowering):
         super().compile()
         for stack in (stack for stack in self.stacks if stack.kernels is None):
             names = [self.plan.members[i].name for i in stack.positions]
-            make = functools.partial(_stack_kernels, shape=stack.shape)
+            make = functools.partial(_by_shape, triton_stacks.StackKernels, stack.shape)
             stack.kernels = self._log.obtain(_kernels, stack.key, names, make)(stack.shape)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
@@ -209,9 +213,9 @@ class KernelStack:
         self.kernels.run(given | {"coefficients": table.coefficients}, table.inputs.shape[1])
 
 
-def _stack_kernels(key: KernelKey, shape: Sequence[int]) -> Callable[[Sequence[int]], triton_stacks.StackKernels]:
-    """What makes the kernels of stacks of one key by their shape; those of ``shape`` are compiled now."""
-    of_shape = functools.cache(functools.partial(triton_stacks.StackKernels, key))
+def _by_shape(kind: Callable[..., Any], shape: Sequence[int], key: KernelKey) -> Callable[[Sequence[int]], Any]:
+    """What makes, of the shape of stacks of one key, what updates them, a ``kind``; for ``shape`` that is compiled now."""
+    of_shape = functools.cache(functools.partial(kind, key))
     of_shape(shape)
     return of_shape
 

@@ -18,7 +18,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import compiled_optim as co
 from compiled_optim.lowering import looped
-from compiled_optim.lowering.kernels.schedule import Loop
 from compiled_optim.lowering.looped import KernelStackLowering
 from compiled_optim.lowering.stacked import StackTableLowering
 from compiled_optim.optimizer import engine_of
@@ -296,17 +295,15 @@ def test_loops_compile_without_spills_and_with_wide_accesses(
     used = {kernel: ptx.resources(text, arch) for kernel, text in texts.items()}
     assert sum(resources.spills for resources in used.values()) <= SPILLED.get((name, arch), 0)
     source = stack.kernels._source
-    loops = [event for event in source.schedule.events if isinstance(event, Loop)]
-    assert texts.keys() == {"evaluate", "add", *(source.names[id(loop)] for loop in loops)}
-    for loop in (loop for loop in loops if {"r", "c"} & {*loop.axes}):
-        kernel = source.names[id(loop)]
-        found = ptx.read(texts[kernel])
+    assert texts.keys() == {"evaluate", "add", *(loop.name for loop in source.loops)}
+    for loop in (loop for loop in source.loops if {"r", "c"} & {*loop.axes}):
+        found = ptx.read(texts[loop.name])
         assert found.extern == ()
-        assert used[kernel].registers <= 128
+        assert used[loop.name].registers <= 128
         for kind, names in {"ld": loop.loads, "st": [*loop.kept, *loop.results]}.items():
-            moved = sum(source.dtypes[n].itemsize for n in names if source.schedule.axes_of(n) == loop.axes) * PER_THREAD
+            moved = sum(source.dtypes[n].itemsize for n in names if source.axes_of(n) == loop.axes) * PER_THREAD
             wide = [a for a in found.full_path if a.elementwise and a.kind == kind and a.bytes == 16]
-            assert 16 * len(wide) >= moved, (kernel, kind)
+            assert 16 * len(wide) >= moved, (loop.name, kind)
 
 
 def test_sizes_and_numbers_compile_nothing(fresh_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -57,7 +57,7 @@ def source(key: KernelKey) -> str:
     text = WORDS + _EVALUATION.format(**evaluation(key, DIALECT, _ACCESSES, "  "))
     if key.rule.granularity != "element":
         return text
-    program = Program.of(key, DIALECT)
+    program = Program(key, DIALECT)
     return text + "".join(_means(program, *means) for means in program.means.items()) + _update(program)
 
 
@@ -99,18 +99,18 @@ def _means(program: Program, stage: int, written: Written) -> str:
 
 
 def _update(program: Program) -> str:
-    stores = [_store(program, array, value) for array, value in program.new_elements()]
+    stores = [_store(*new) for new in program.new_elements()]
     (grad,) = (STORAGE[a.dtype] for a in program.arrays if a.row is None)
     return _each_block(program, "update", program.update, stores) + _UPDATE.format(grad=grad, numel=rows.NUMEL, block=BLOCK)
 
 
-def _store(program: Program, array: Array, value: str) -> _Store:
-    """The statement that stores ``value`` in ``array``; a value of only a float32's upper bits is not rounded again."""
+def _store(array: Array, value: str, above: str | None) -> _Store:
+    """The statement that stores ``value`` in ``array``, or the upper half of the bits ``above``, which need no rounding."""
     kind = STORAGE[array.dtype]
     bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
-    if (above := program.bits_above(array, value)) is not None:
+    if above is not None:
         value, kind, bits = above, "bfloat16::of_bits", above
-    return _Store(value, f"{array.address}[{_index(array)}] = {kind}({value});", array.grouped, array.address, bits)
+    return _Store(value, f"{_place(array)} = {kind}({value});", array.grouped, array.address, bits)
 
 
 def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
@@ -119,7 +119,7 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
     ``totals`` are the variables to which that adds.
     """
     pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else INDEPENDENT
-    loads = {a.element: _load(a) for a in program.arrays if not a.grouped}
+    loads = {a.element: _definition(a, _place(a)) for a in program.arrays if not a.grouped}
     if written.reads_index:
         loads[INDEX] = f"const uint32_t {INDEX} = uint32_t(start + i);"
     if any(a.grouped for a in program.arrays):
@@ -152,19 +152,15 @@ def _pointer(array: Array) -> str:
     return f"{kind}* __restrict {array.address} = at<{kind}>({table}, count, t) + {start};"
 
 
-def _load(array: Array) -> str:
-    """The statement that defines an element, or the number of a group of elements."""
-    return _definition(array, f"{array.address}[{_index(array)}]")
-
-
 def _definition(array: Array, value: str) -> str:
+    """The statement that defines an element, or the number of a group of elements, as a ``value``."""
     if array.is_int:
         return f"const uint32_t {array.element} = uint32_t(int32_t({value}));"
     return f"const T {array.element} = {'factor * ' if array.row is None else ''}T({value});"
 
 
-def _index(array: Array) -> str:
-    return f"g / {GROUP}" if array.grouped else "i"
+def _place(array: Array) -> str:
+    return f"{array.address}[{f'g / {GROUP}' if array.grouped else 'i'}]"
 
 
 def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
@@ -233,7 +229,7 @@ def _loop_over_groups(
     second += [*(s.text for s in late), *(s.text for s in by_element if is_late(s))]
     group = [
         "const int64_t end = g + group_size;",
-        *(_load(a) for a in arrays if a.grouped),
+        *(_definition(a, _place(a)) for a in arrays if a.grouped),
         *(s.text for s in of_groups if not s.kind.after_reduce),
         *(f"{kind} {name}_of[{GROUP}];" for name, kind in cached.items()),
         *(f"uint32_t {s.name}_most = 0;" for s in largest),

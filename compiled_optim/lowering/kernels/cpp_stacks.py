@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
-import functools
 import itertools
 import math
 import re
@@ -18,12 +16,13 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.cpp import DIALECT, INDEPENDENT, SERIAL, STORAGE, WORDS
-from compiled_optim.lowering.kernels.schedule import Loop, Schedule
-from compiled_optim.memory.cache import library, processor
+from compiled_optim.lowering.kernels.program import indented
+from compiled_optim.lowering.kernels.schedule import Loop, Schedule, multiply, numel, size, source_of
+from compiled_optim.memory.cache import processor
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.stacks import Axes, StackUpdate, Step, written
+from compiled_optim.rule.stacks import StackUpdate, Step
 
 PHASES = Path(__file__).with_name("phases.h").read_text(encoding="utf-8")
 """What is the same in all functions."""
@@ -55,66 +54,58 @@ class Part(NamedTuple):
     sizes: list[str]
 
 
-class StackSource:
-    """The C++ text of the update of tensors of one ``shape``, which is the same for most other shapes.
+class StackSource(Schedule):
+    """The C++ text of the update of tensors of one shape, which is the same for most other shapes.
 
-    Its ``events`` are parts and the products between them. A tensor is cut in ``loop0.chunks``, or so, along
+    Its ``parts`` are functions and the products between them. A tensor is cut in ``loop0.chunks``, or so, along
     ``loop0.axis``. A sum over this axis has that many partial ones, else one.
     """
 
-    def __init__(self, key: KernelKey, update: StackUpdate) -> None:
-        compute = compute_dtype(key.dtypes[0])
-        self.update, self.schedule = update, Schedule(update)
-        self.dtypes = dict(zip(update.inputs, key.dtypes, strict=True))
-        self.dtypes |= {s.name: _HALF if s.half else torch.int32 if s.is_int else compute for s in update.steps}
-        self.loops = {f"loop{i}": e for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
-        self.sums = {f"partial_{step.name}": (name, step) for name, loop in self.loops.items() for step in loop.sums}
-        self.dtypes |= {name: torch.int32 if step.is_int else torch.float64 for name, (_, step) in self.sums.items()}
-        self.events: list[Part | Step] = []
-        axes, names = update.letters, iter(self.loops.items())
+    _division = "/"
+    _partly = "sum", "largest"
+
+    def __init__(self, key: KernelKey, update: StackUpdate, half: torch.dtype) -> None:
+        super().__init__(key, update, half)
+        self.parts: list[Part | Step] = []
         texts: dict[str, str] = {}  # of functions, but for their names, which are the values
-        for is_loop, found in itertools.groupby(self.schedule.events, lambda event: isinstance(event, Loop)):
-            if not is_loop:
-                self.events += [event for event in found if isinstance(event, Step)]
+        for is_step, found in itertools.groupby(self.events, lambda event: isinstance(event, Step)):
+            if is_step:
+                self.parts += [event for event in found if isinstance(event, Step)]
                 continue
-            self._arrays, self._sizes = [*GIVEN], [*axes, "alone"]
-            phases = [self._phase(name, loop) for name, loop in itertools.islice(names, len(list(found)))]
+            self._arrays = {name: place for place, name in enumerate(GIVEN)}  # the part's own, by name
+            self._sizes = {name: place for place, name in enumerate((*update.letters, "alone"))}
+            phases = [indented(self._phase(loop), "      ") for loop in found if isinstance(loop, Loop)]
             text = _PART.format(
-                compute=STORAGE[compute],
-                sizes="".join(f"\n  const int64_t size_{letter} = sizes[{i}];" for i, letter in enumerate(axes)),
-                alone=f"sizes[{len(axes)}]",
-                phases=",\n".join("\n".join(_indented(phase, "      ")) for phase in phases),
+                compute=STORAGE[compute_dtype(key.dtypes[0])],
+                sizes="".join(f"\n  const int64_t size_{letter} = sizes[{i}];" for i, letter in enumerate(update.letters)),
+                alone=f"sizes[{len(update.letters)}]",
+                phases=",\n".join(phases),
             )
-            self.events.append(Part(texts.setdefault(_renamed(text), f"part{len(texts)}"), self._arrays, self._sizes))
+            name = texts.setdefault(_renamed(text), f"part{len(texts)}")
+            self.parts.append(Part(name, [*self._arrays], [*self._sizes]))
         self.text = f"{WORDS}\n{PHASES}" + "".join(text.replace("PART", name, 1) for text, name in texts.items())
 
-    def axes_of(self, name: str) -> Axes:
-        """The axes of an array."""
-        return self.sums[name][1].axes if name in self.sums else self.schedule.axes_of(name)
-
-    def _phase(self, loop_name: str, loop: Loop) -> list[str]:
+    def _phase(self, loop: Loop) -> list[str]:
         inner = max((d for d, letter in enumerate(loop.axes) if letter), default=0)
-        numbers = [name for name in loop.loads if name not in self.dtypes]
-        loads = [name for name in loop.loads if name in self.dtypes]
-        chunks, axis = self._extent(f"{loop_name}.chunks"), self._extent(f"{loop_name}.axis")
-        before = [f"const T {n} = T(coefficients[{1 + int(n[1:])} * columns + index[t]]);" for n in numbers]
-        before += ["const T factor = T(coefficients[index[t]]);"] if "grad" in loads else []
-        before += [self._pointer(name) for name in dict.fromkeys([*loads, *loop.kept, *loop.results])]
-        before += [f"const Range range{d} = cut({_size(a)}, {axis} == {d}, p, {chunks});" for d, a in enumerate(loop.axes)]
+        chunks, axis = self._extent(f"{loop.name}.chunks"), self._extent(f"{loop.name}.axis")
+        before = [f"const T {n} = T(coefficients[{1 + int(n[1:])} * columns + index[t]]);" for n in loop.numbers]
+        before += ["const T factor = T(coefficients[index[t]]);"] if "grad" in loop.loads else []
+        before += [self._pointer(name) for name in dict.fromkeys([*loop.loads, *loop.stores])]
+        before += [f"const Range range{d} = cut({size(a)}, {axis} == {d}, p, {chunks});" for d, a in enumerate(loop.axes)]
         lines: dict[bool, list[str]] = {False: [], True: []}  # by whether they are in the innermost loop
-        for name in loads:
+        for name in loop.loads:
             element, is_number = self._element(name, loop), self.dtypes[name].is_floating_point
             value = f"T {name} = {'factor * ' * (name == 'grad')}T({element})"
             value = value if is_number else f"uint32_t {name} = uint32_t(int32_t({element}))"
             lines[bool(self.axes_of(name)[inner])].append(f"const {value};")
         for step in loop.steps:
             lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
-        stores = {**{name: name for name in loop.kept}, **loop.results}
-        lines[True] += [f"{self._element(to, loop)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores.items()]
+        stores = loop.stores.items()
+        lines[True] += [f"{self._element(to, loop)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores]
         totals: dict[str, str] = {}  # what is added up in a variable before it goes to memory
         begin, end = [], []
-        for name, step in ((name, step) for name, (where, step) in self.sums.items() if where == loop_name):
-            copies, numel = self._extent(name), self._numel(name)
+        for name, step in loop.sums.items():
+            copies, count = self._extent(name), numel(step.axes)
             before.append(self._pointer(name, f"(t * {copies} + p % {copies})"))
             if step.kind == "sum" and step.axes[inner]:
                 to = self._element(name, loop)
@@ -122,9 +113,9 @@ class StackSource:
                 to = totals[name] = f"sum_{step.name}"
             new = step.reads[0]
             lines[True].append(f"{to} = {new} > {to} ? {new} : {to};" if step.is_int else f"{to} += double({new});")
-            begin.append(f"clear({self._start(name)}, t, {copies} * {numel});")
-            end.append(f"add({self._start(name)}, {self._start(step.name)}, t, {copies}, {numel});")
-        signs = ["max" if self.sums[name][1].is_int else "+" for name in totals]
+            begin.append(f"clear({self._start(name)}, t, {copies} * {count});")
+            end.append(f"add({self._start(name)}, {self._start(step.name)}, t, {copies}, {count});")
+        signs = ["+" if self.dtypes[name].is_floating_point else "max" for name in totals]
         reductions = "".join(f" reduction({sign} : {t})" for sign, t in zip(signs, totals.values(), strict=True))
         body = [f"{STORAGE[self.dtypes[name]]} {total} = 0;" for name, total in totals.items()]
         body += [f"#pragma omp simd{reductions}" if totals else INDEPENDENT, *_each(inner, lines[True])]
@@ -142,30 +133,19 @@ class StackSource:
         return [f"phase({chunks},", *_indented(text), ")"]
 
     def _extent(self, name: str) -> str:
-        if name not in self._sizes:
-            self._sizes.append(name)
-        return f"sizes[{self._sizes.index(name)}]"
+        return f"sizes[{self._sizes.setdefault(name, len(self._sizes))}]"
 
     def _start(self, name: str) -> str:
-        if name not in self._arrays:
-            self._arrays.append(name)
-        return f"start<{STORAGE[self.dtypes[name]]}>(arrays[{self._arrays.index(name)}])"
+        place = self._arrays.setdefault(name, len(self._arrays))
+        return f"start<{STORAGE[self.dtypes[name]]}>(arrays[{place}])"
 
     def _pointer(self, name: str, place: str = "t") -> str:
         kind, found = STORAGE[self.dtypes[name]], {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
-        where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {self._numel(name)}"
+        where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {numel(self.axes_of(name))}"
         return f"{kind}* __restrict at_{name} = {where};"
 
     def _element(self, name: str, loop: Loop) -> str:
-        index = ""
-        for d, letter in enumerate(self.axes_of(name)):
-            if letter:
-                place = f"i{d}" if letter == loop.axes[d] else f"i{d} / {GROUP}"
-                index = f"({index}) * {_size(letter)} + {place}" if index else place
-        return f"at_{name}[{index or 0}]"
-
-    def _numel(self, name: str) -> str:
-        return " * ".join(map(_size, filter(None, self.axes_of(name)))) or "1"
+        return f"at_{name}[{self._index(self.axes_of(name), loop)}]"
 
 
 def _renamed(text: str) -> str:
@@ -175,31 +155,16 @@ def _renamed(text: str) -> str:
 
 
 def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
-    """The source for a ``shape``, which is written once; None if the rule does what only a compiler for all of torch can."""
-    return _source(dataclasses.replace(key, arrangement=""), tuple(shape))
-
-
-@functools.cache
-def _source(key: KernelKey, shape: tuple[int, ...]) -> StackSource | None:
-    if not STORAGE.keys() >= {*key.dtypes}:
-        return None
-    try:
-        update = written(key.rule, dict(key.statics), shape, compute_dtype(key.dtypes[0]), DIALECT)
-    except Exception:  # whatever an update, which torch can run, says of a symbol that is no tensor
-        return None
-    return StackSource(key, update)
-
-
-def _size(letter: str) -> str:
-    return f"size_{letter}" if letter else "1"
+    """The source for a ``shape``, as of :func:`source_of`."""
+    return source_of(StackSource, key, shape, DIALECT, _HALF)
 
 
 def _each(d: int, body: Iterable[str]) -> list[str]:
     return [f"for (int64_t i{d} = range{d}.first; i{d} < range{d}.end; i{d}++) {{", *_indented(body), "}"]
 
 
-def _indented(lines: Iterable[str], indent: str = "  ") -> list[str]:
-    return [indent + line for line in lines]
+def _indented(lines: Iterable[str]) -> list[str]:
+    return ["  " + line for line in lines]
 
 
 _PART = """
@@ -214,21 +179,6 @@ OURS void PART(const int64_t* arrays, const int64_t* sizes, const double* number
 {phases});
 }}
 """
-
-
-def stack_kernel(key: KernelKey, shape: Sequence[int]) -> Callable[[Sequence[int]], StackLoops]:
-    """The compiled updates of stacks of one key, by the stack's shape: an example's ``shape``, or one with the same code.
-
-    There must be a :func:`stack_source` for all of them. ``CompilerError`` says that this machine cannot compile or load it.
-    """
-    load = functools.cache(library)  # shapes share one, which is loaded here and not in a step
-
-    @functools.cache
-    def of_shape(stack_shape: Sequence[int]) -> StackLoops:
-        return StackLoops(key, stack_shape, load)
-
-    of_shape((1, *shape))
-    return of_shape
 
 
 class StackLoops:
@@ -247,19 +197,19 @@ class StackLoops:
         is_whole = math.prod(shape[1:]) < _WHOLE
         self._is_serial = math.prod(shape) <= SERIAL or (is_whole and self._count == 1)
         sizes = {"alone": int(is_whole), **source.update.sizes(shape[1:])}
-        for name, loop in source.loops.items():
+        for loop in source.loops:
             lengths = [sizes[letter] for letter in loop.axes]
             chunks = min(max(math.prod(lengths) // _CHUNK, 1), _MOST_CHUNKS)
             axis = lengths.index(max(lengths))  # the longest, so that partial sums along the others need little memory
-            sizes |= {f"{name}.chunks": chunks, f"{name}.axis": axis}
-        for name, (where, step) in source.sums.items():
-            axis = sizes[f"{where}.axis"]
-            is_whole_in_a_chunk = step.axes[axis] == source.loops[where].axes[axis]  # which may end within a group
-            sizes[name] = 1 if is_whole_in_a_chunk else sizes[f"{where}.chunks"]
+            sizes |= {f"{loop.name}.chunks": chunks, f"{loop.name}.axis": axis}
+        for name, (loop, step) in source.partial.items():
+            axis = sizes[f"{loop.name}.axis"]
+            is_whole_in_a_chunk = step.axes[axis] == loop.axes[axis]  # which may end within a group
+            sizes[name] = 1 if is_whole_in_a_chunk else sizes[f"{loop.name}.chunks"]
         self._place(sizes)
         self._events: list[tuple[Part | Step, Any, Any]] = []
         code = load(source.text)
-        for event in source.events:
+        for event in source.parts:
             function, given = None, None
             if isinstance(event, Part):
                 function = getattr(code, event.name)
@@ -272,14 +222,12 @@ class StackLoops:
         self.places: dict[str, tuple[int, list[int], torch.dtype]] = {}
         taken: dict[str, int] = {}  # bytes
         self.bytes, free = 0, defaultdict[int, list[int]](list)  # the places that are free, by size
-        own = {*self._source.sums, *(step.name for step in self._source.update.steps)}
-        used = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.events]
+        own = {*self._source.partial, *(step.name for step in self._source.update.steps)}
+        used = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.parts]
         last = {name: i for i, names in enumerate(used) for name in names if name in own}
         for i, names in enumerate(used):
             for name in (n for n in names if n in own and n not in self.places):
-                shape = [self._count, *([sizes[name]] if name in self._source.sums else [])]
-                shape += [sizes[letter] for letter in self._source.axes_of(name) if letter]
-                dtype = self._source.dtypes[name]
+                shape, dtype = self._source.shape(name, self._count, sizes), self._source.dtypes[name]
                 taken[name] = -(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE
                 start = free[taken[name]].pop() if free[taken[name]] else self.bytes
                 self.places[name] = start, shape, dtype
@@ -296,14 +244,8 @@ class StackLoops:
             if isinstance(event, Part):
                 arrays = (ctypes.c_int64 * len(event.arrays))(*map(addresses.__getitem__, event.arrays))
                 function(arrays, sizes, self._numbers, columns, self._count, threads)
-            elif event.kind == "turn":
-                tensors[event.name].copy_(tensors[event.reads[0]].mT)
             else:
-                pairs = zip(event.reads, event.turned, strict=True)
-                left, right = ((t.mT if turned else t).flatten(0, -3) for n, turned in pairs for t in [tensors[n]])
-                product = torch.bmm(left, right, out=tensors[event.name].flatten(0, -3))
-                if event.half and product.dtype != torch.bfloat16:
-                    product.copy_(product.to(torch.bfloat16))
+                multiply(event, tensors)
 
 
 class _Memory(threading.local):

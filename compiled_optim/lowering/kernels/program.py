@@ -11,7 +11,7 @@ from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP_I
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.clipping import NAMES, scaled
 from compiled_optim.plan.compilations import KernelKey
-from compiled_optim.rule.rule import NUMBERS, Written
+from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.rule.symbols import Code, Dialect, Symbol
 
 
@@ -79,35 +79,28 @@ class Array:
         return not (self.grouped or self.dtype.is_floating_point)
 
 
-@dataclass(frozen=True)
 class Program:
-    """What a kernel does to elements: ``means`` by their stage, and an ``update``.
+    """What the kernel for ``key``, of an elementwise rule, does to elements: ``means`` by their stage, and an ``update``.
 
     ``arrays`` are parameter, gradient and buffers. ``compute`` is the dtype in which they are updated.
     """
 
-    arrays: list[Array]
-    compute: torch.dtype
-    means: dict[int, Written]
-    update: Written
-
-    @classmethod
-    def of(cls, key: KernelKey, dialect: Dialect) -> Program:
-        """The program for ``key``, of an elementwise rule, in a language."""
+    def __init__(self, key: KernelKey, dialect: Dialect) -> None:
         rule, statics = key.rule, dict(key.statics)
         param, grad, *buffers = key.dtypes
-        arrays = [Array(param, "params", "param", PARAM), Array(grad, "grad_values", "grad", None)]
+        self.arrays = [Array(param, "params", "param", PARAM), Array(grad, "grad_values", "grad", None)]
         for i, (name, dtype) in enumerate(zip(rule.present_buffers(statics), buffers, strict=True)):
             grouped = name in rule.grouped_buffers(statics)
-            arrays.append(Array(dtype, f"buffers{i}", f"buffer{i}", BUFFERS + i, grouped))
-        *means, update = rule.written(statics, dialect)
-        return cls(arrays, compute_dtype(param), {i: stage for i, stage in enumerate(means) if stage.results}, update)
+            self.arrays.append(Array(dtype, f"buffers{i}", f"buffer{i}", BUFFERS + i, grouped))
+        self.compute = compute_dtype(param)
+        *means, self.update = rule.written(statics, dialect)
+        self.means = {i: stage for i, stage in enumerate(means) if stage.results}
 
-    def bits_above(self, array: Array, value: str) -> str | None:
-        """The integer whose upper 16 bits an array of bfloat16 stores as ``value``, if ``value`` was made of these alone."""
-        made = next((s for s in self.update.statements if s.name == value and s.word == "from_upper"), None)
-        return None if made is None or array.dtype != torch.bfloat16 else made.reads[0]
+    def new_elements(self) -> list[tuple[Array, str, str | None]]:
+        """The arrays that are updated, each with the expression of its new element.
 
-    def new_elements(self) -> list[tuple[Array, str]]:
-        """The arrays that are updated, each with the expression of its new element."""
-        return list(zip([a for a in self.arrays if a.row is not None], self.update.results.values(), strict=True))
+        With the element of an array of bfloat16 that was made of an integer's upper 16 bits alone, there is the integer.
+        """
+        made = {s.name: s.reads[0] for s in self.update.statements if s.word == "from_upper"}
+        pairs = zip([a for a in self.arrays if a.row is not None], self.update.results.values(), strict=True)
+        return [(array, new, made.get(new) if array.dtype == torch.bfloat16 else None) for array, new in pairs]

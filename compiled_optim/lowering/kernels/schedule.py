@@ -1,45 +1,74 @@
-"""In which order the update of a stack is computed: loops over elements, and products of matrices between them."""
+"""The update of a stack before it is printed as C++ or Triton: loops over elements, and products between them."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, ClassVar, TypeAlias, TypeVar
 
-from compiled_optim.rule.stacks import OF_GROUPS, Axes, StackUpdate, Step
+import torch
+from torch import Tensor
+
+from compiled_optim.memory.layout import compute_dtype
+from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule.formats import GROUP
+from compiled_optim.rule.stacks import OF_GROUPS, Axes, StackUpdate, Step, written
+from compiled_optim.rule.symbols import Dialect
+
+S = TypeVar("S", bound="Schedule")
+
+_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16}
 
 
 @dataclass
 class Loop:
     """A loop over the elements of ``axes``: it evaluates steps, adds up ``sums``, and stores what is read after it.
 
-    Among ``sums`` are the largest of groups, too.
+    Among ``sums`` are the largest of groups, too. They are named by what the loop writes for each, a partial result or all.
 
-    ``loads`` names what it reads from memory, ``kept`` the values that it stores there. ``results`` are the new values of
-    parameter and buffers, by the names of these.
+    ``loads`` are what it reads from memory and ``numbers`` the coefficients that it reads, ``kept`` the values that it
+    stores. ``results`` are the new values of parameter and buffers, by the names of these.
     """
 
+    name: str
     axes: Axes
+    sums: dict[str, Step]
+    results: dict[str, str]
     steps: list[Step] = field(default_factory=list)
-    sums: list[Step] = field(default_factory=list)
-    results: dict[str, str] = field(default_factory=dict)
     loads: list[str] = field(default_factory=list)
+    numbers: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """What it stores, by where."""
+        return {**{name: name for name in self.kept}, **self.results}
 
 
 Event: TypeAlias = Loop | Step  # of matrices: a product, or one that is to be transposed
 
 
 class Schedule:
-    """The ``events`` of an update, in order.
+    """The ``events`` of an update, in order; a language's own class prints the ``loops`` among them as its ``text``.
 
     Each loop computes again the values that it needs, where these have an element for each of the tensor's, or a single one.
     Other values, sums, what groups share and what products take are computed once and kept. New parameters and buffers are
     stored by the last loop that reads the old ones, if it computes them, and otherwise at the end.
+
+    ``dtypes`` are of what may lie in memory, by name: inputs, values, and ``partial`` results of sums. Values in half
+    precision are of the dtype ``half``.
     """
 
-    def __init__(self, update: StackUpdate) -> None:
-        self._update = update
+    text: str
+    _division: ClassVar[str]  # of integers, as the language writes it
+    _partly: ClassVar[Collection[str]] = ("sum",)  # kinds of steps whose results are partial before they are in one number
+
+    def __init__(self, key: KernelKey, update: StackUpdate, half: torch.dtype) -> None:
+        self.update, compute = update, compute_dtype(key.dtypes[0])
+        self.dtypes = dict(zip(update.inputs, key.dtypes, strict=True))
+        self.dtypes |= {s.name: half if s.half else torch.int32 if s.is_int else compute for s in update.steps}
         self._steps = {step.name: step for step in update.steps}
         multiplied = {name for s in update.steps if not _is_looped(s) for name in s.reads}
         between = range(1, _rank(update.axes))  # of values with several elements, but not as many as the tensor
@@ -47,6 +76,7 @@ class Schedule:
         self._once = [s for s in update.steps if s.kind != "element" or s.name in few | multiplied]
         self._names = {s.name for s in self._once}
         self.events: list[Event] = []
+        self.loops: list[Loop] = []
         rest, done = list(self._once), set[str]()
         while rest:
             found = self._next([s for s in rest if self._needs(s) <= done], rest, done)
@@ -56,15 +86,17 @@ class Schedule:
         late = {old: new for old, new in update.results.items() if not self._stored_early(old, new)}
         for axes in sorted({update.inputs[old] for old in late}, key=lambda axes: (-_rank(axes), axes)):
             self.events.append(self._loop(axes, (), {o: n for o, n in late.items() if update.inputs[o] == axes}))
-        loops = [event for event in self.events if isinstance(event, Loop)]
-        read = multiplied.union(*(loop.loads for loop in loops))
-        for loop in loops:
+        read = multiplied.union(*(loop.loads for loop in self.loops))
+        for loop in self.loops:
             loop.kept = [step.name for step in loop.steps if step.name in self._names & read]
+        sums = ((name, loop, step) for loop in self.loops for name, step in loop.sums.items())
+        self.partial = {name: (loop, step) for name, loop, step in sums if name != step.name}
+        self.dtypes |= {name: torch.int32 if s.is_int else torch.float64 for name, (_, s) in self.partial.items()}
 
     def _stored_early(self, old: str, new: str) -> bool:
         """Whether the last loop that reads ``old`` stores ``new``: it computes that, and no other result needs ``old``."""
-        readers = [event for event in self.events if isinstance(event, Loop) and old in event.loads]
-        others = [value for other, value in self._update.results.items() if other != old]
+        readers = [loop for loop in self.loops if old in loop.loads]
+        others = [value for other, value in self.update.results.items() if other != old]
         if not readers or old in self._read(others) or new not in {step.name for step in readers[-1].steps}:
             return False
         readers[-1].results[old] = new
@@ -72,14 +104,32 @@ class Schedule:
 
     def axes_of(self, name: str) -> Axes:
         """The axes of a value: of a step, of an input, or of a coefficient, which has none."""
-        if name in self._steps:
-            return self._steps[name].axes
-        return self._update.inputs.get(name, ("",) * len(self._update.axes))
+        if (step := self._steps.get(name.removeprefix("partial_"))) is not None:
+            return step.axes
+        return self.update.inputs.get(name, ("",) * len(self.update.axes))
+
+    def shape(self, name: str, count: int, sizes: Mapping[str, int]) -> list[int]:
+        """The shape of a value of ``count`` tensors; ``sizes`` are by letter, and of partial results their number."""
+        copies = [sizes[name]] if name in self.partial else []
+        return [count, *copies, *(sizes[letter] for letter in self.axes_of(name) if letter)]
+
+    def _place(self, d: int, axes: Axes, loop: Loop) -> str:
+        """The place along an axis, in a loop over elements that may be of groups along it."""
+        return f"i{d}" if axes[d] == loop.axes[d] else f"i{d} {self._division} {GROUP}"
+
+    def _index(self, axes: Axes, loop: Loop) -> str:
+        """The place of an element among all of its tensor."""
+        index = ""
+        for d, letter in enumerate(axes):
+            if letter:
+                place = self._place(d, axes, loop)
+                index = f"({index}) * {size(letter)} + {place}" if index else place
+        return index or "0"
 
     def _next(self, ready: Sequence[Step], rest: Sequence[Step], done: set[str]) -> list[Step]:
         """The steps that one event takes: of small values first, so that loops over all elements are few."""
         elementwise = [s for s in ready if _is_looped(s)]
-        small = [s for s in elementwise if _rank(self._space(s)) < _rank(self._update.axes)]
+        small = [s for s in elementwise if _rank(self._space(s)) < _rank(self.update.axes)]
         first = (small or elementwise or ready)[0]
         if first not in elementwise:
             return [first]
@@ -98,13 +148,16 @@ class Schedule:
         return self._read(step.reads) & self._names
 
     def _loop(self, axes: Axes, found: Iterable[Step], results: dict[str, str] | None = None) -> Loop:
-        loop = Loop(axes, sums=[s for s in found if s.reduces], results=results or {})
+        sums = {f"partial_{s.name}" if s.kind in self._partly else s.name: s for s in found if s.reduces}
+        loop = Loop(f"loop{len(self.loops)}", axes, sums, results or {})
+        self.loops.append(loop)
         own = {s.name for s in found if s.kind == "element"}
-        wanted = [*own, *(s.reads[0] for s in loop.sums), *loop.results.values()]
+        wanted = [*own, *(s.reads[0] for s in sums.values()), *loop.results.values()]
         read = self._read(wanted, own)
-        loop.steps = [s for s in self._update.steps if s.name in read and (s.name in own or s.name not in self._names)]
-        evaluated = {s.name for s in loop.steps}
-        loop.loads = sorted(read - evaluated)
+        loop.steps = [s for s in self.update.steps if s.name in read and (s.name in own or s.name not in self._names)]
+        others = sorted(read - {s.name for s in loop.steps})
+        loop.loads = [name for name in others if name in self.dtypes]
+        loop.numbers = [name for name in others if name not in self.dtypes]
         return loop
 
     def _read(self, names: Iterable[str], own: Collection[str] = ()) -> set[str]:
@@ -123,3 +176,46 @@ def _is_looped(step: Step) -> bool:
 
 def _rank(axes: Axes) -> int:
     return len("".join(axes))
+
+
+def size(letter: str) -> str:
+    """What code calls the size of an axis."""
+    return f"size_{letter}" if letter else "1"
+
+
+def numel(axes: Axes) -> str:
+    """The number of elements of a tensor."""
+    return " * ".join(map(size, filter(None, axes))) or "1"
+
+
+def source_of(kind: Callable[..., S], key: KernelKey, shape: Sequence[int], dialect: Dialect, *more: Any) -> S | None:
+    """A ``kind`` of schedule for tensors of a ``shape``, which is made once, of key and update and ``more``.
+
+    None if the rule does what only a compiler for all of torch can.
+    """
+    if not {*key.dtypes} <= _DTYPES:
+        return None
+    found: S | None = _source(kind, dataclasses.replace(key, arrangement=""), tuple(shape), dialect, *more)
+    return found
+
+
+@functools.cache
+def _source(kind: Callable[..., Any], key: KernelKey, shape: tuple[int, ...], dialect: Dialect, *more: Any) -> Any:
+    try:
+        update = written(key.rule, dict(key.statics), shape, compute_dtype(key.dtypes[0]), dialect)
+    except Exception:  # whatever an update, which torch can run, says of a symbol that is no tensor
+        return None
+    return kind(key, update, *more)
+
+
+def multiply(step: Step, values: Mapping[str, Tensor]) -> None:
+    """Compute a product of matrices, or a transposed matrix, in torch's operations, into the tensor of its name."""
+    out = values[step.name]
+    if step.kind == "turn":
+        out.copy_(values[step.reads[0]].mT)
+        return
+    pairs = zip(step.reads, step.turned, strict=True)
+    left, right = ((values[n].mT if turned else values[n]).flatten(0, -3) for n, turned in pairs)
+    product = torch.bmm(left, right, out=out.flatten(0, -3))  # whose dtype autocast leaves alone
+    if step.half and product.dtype != torch.bfloat16:
+        product.copy_(product.to(torch.bfloat16))

@@ -108,7 +108,6 @@ def multiplier(
         *(torch.empty(n, dtype=torch.bfloat16, device=device) for n in (count * height * width, count * rows**2))
     )
     types = [torch.float64] * 3 + [torch.int64]
-    options = {"num_warps": tiling.warps, "num_stages": tiling.stages}
     grid = tiles * (tiles + 1) // 2, count
-    launch = launcher(module.symmetric_product, grid, types, like, device, options)
+    launch = launcher(module.symmetric_product, grid, types, like, device, num_warps=tiling.warps, num_stages=tiling.stages)
     return lambda x, out, given, index: launch([*given, index], arguments(x, out))

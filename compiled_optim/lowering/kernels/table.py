@@ -16,7 +16,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.addresses import EMPTY, Addresses, Longs
 from compiled_optim.memory.layout import MemoryOrder, has_memory, is_lost, is_plain, real_numel
@@ -24,7 +23,6 @@ from compiled_optim.memory.torch_internals import is_capturing
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
-from compiled_optim.rule.fields import Hyper
 from compiled_optim.rule.rule import NUMBERS
 
 Launch: TypeAlias = Callable[[], object]
@@ -42,8 +40,8 @@ class HyperPointers:
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self._plan = plan
         self._clipping = clipping
+        self._hypers = [(group, hyper) for group in plan.groups for hyper in plan.hypers]
         self._log = log
         self._device = plan.device
         self.is_behind = True
@@ -127,21 +125,16 @@ class HyperPointers:
     def _read(self) -> list[Tensor]:
         if self.is_behind:
             self._are_private = False  # until `prepare` ends, whatever interrupts it or comes in between
-            self._in_groups = [t for g, h in self._numbers() for t in g.read_only(h.name)]
-            self._has_escaped = any(g.has_escaped(h.name) for g, h in self._numbers())
+            self._in_groups = [t for g, h in self._hypers for t in g.read_only(h.name)]
+            self._has_escaped = any(g.has_escaped(h.name) for g, h in self._hypers)
             self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
-
-    def _numbers(self) -> Iterator[tuple[ParamGroup, Hyper]]:
-        """Each group's hyperparameters."""
-        return ((group, hyper) for group in self._plan.groups for hyper in self._plan.hypers)
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
         for index, tensor in enumerate(tensors):
             if not has_memory(tensor) and (torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor)):
-                elements = [(g, h.name) for g in self._plan.groups for h in self._plan.hypers for _ in range(h.length)]
-                name = [*NAMES, *(f"{group.label}[{name!r}]" for group, name in elements)][index]
+                name = [*NAMES, *(f"{g.label}[{h.name!r}]" for g, h in self._hypers for _ in range(h.length))][index]
                 raise ValueError(f"{name} is a tensor without memory, or its storage was freed; it has no value")
 
 
@@ -157,7 +150,7 @@ class GradientPointers:
         self._device = device
         host = torch.zeros(count, dtype=torch.int64, device="cpu")
         self._host = host.numpy()
-        self._own = host if device.type == "cpu" else upload(host, device)
+        self._own = upload(host, device)  # on a CPU, itself
         self._is_known = True  # whether the memory of the device has what the host's has
         self.pointers = self._own
         self._spares: list[tuple[Tensor, Tensor]] = []  # memory for a captured step, and where the host writes
@@ -432,7 +425,12 @@ class Kernel(abc.ABC):
 
     def measure(self, table: KernelTensors) -> None:
         """Write the partial sums of the squares of the gradients."""
-        self._launch("square_sums", table, lambda: self._measured(table))
+
+        def arguments() -> Arguments:
+            tables = table.tensors, table.grads, table.reduce_blocks, table.square_sums
+            return (len(table.square_sums),), table.elements, tables, (len(table.grads), len(table.reduce_blocks))
+
+        self._launch("square_sums", table, arguments)
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
         """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
@@ -443,8 +441,15 @@ class Kernel(abc.ABC):
 
         For a DTensor it is the local shard's share of the mean.
         """
-        self._launch(f"sums{stage}", table, lambda: self._summed(table, coefficients))
-        self._launch("average", table, lambda: self._averaged(stage, table, coefficients), stage)
+        self._launch(f"sums{stage}", table, lambda: self._updated(table, coefficients, table.sums))
+
+        def arguments() -> Arguments:
+            places = self._stages[stage].sums
+            tensors = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
+            counts = len(table.blocks), coefficients.inputs.shape[1], 1 + places.start
+            return (len(table.ranges), places.stop - places.start), 0, tensors, counts
+
+        self._launch("average", table, arguments, stage)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Update the tensors that have a gradient, with the coefficients in their columns."""
@@ -456,30 +461,15 @@ class Kernel(abc.ABC):
         self.update(table, coefficients)
 
     @staticmethod
-    def _measured(table: KernelTensors) -> Arguments:
-        tables = table.tensors, table.grads, table.reduce_blocks, table.square_sums
-        return (len(table.square_sums),), table.elements, tables, (len(table.grads), len(table.reduce_blocks))
-
-    @staticmethod
     def _evaluated(table: CoefficientTable) -> Arguments:
         tables = table.inputs, table.grads, table.hypers, table.all_square_sums, table.outcome, table.coefficients
         count = table.inputs.shape[1]
         return (-(-count // TENSORS),), 0, tables, (count, table.all_square_sums.numel(), int(table.leads))
 
     @staticmethod
-    def _updated(table: TensorTable, coefficients: CoefficientTable) -> Arguments:
-        tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients
+    def _updated(table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> Arguments:
+        tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients, *sums
         return (len(table.blocks),), table.elements, tables, (table.grads.numel(), coefficients.inputs.shape[1])
-
-    def _summed(self, table: KernelTensors, coefficients: CoefficientTable) -> Arguments:
-        programs, elements, tensors, counts = self._updated(table, coefficients)
-        return programs, elements, (*tensors, table.sums), counts
-
-    def _averaged(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> Arguments:
-        places = self._stages[stage].sums
-        tensors = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
-        counts = len(table.blocks), coefficients.inputs.shape[1], 1 + places.start
-        return (len(table.ranges), places.stop - places.start), 0, tensors, counts
 
 
 def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Longs, Longs]:

@@ -5,18 +5,15 @@ Each stage of a rule's reductions takes two more.
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import dataclasses
 import functools
 import hashlib
-import inspect
 import itertools
 import linecache
 import sys
-import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable, Sequence
+from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -176,7 +173,7 @@ def source(key: KernelKey) -> str:
     text = WORDS + _EVALUATION.format(**evaluation(key, dialect, _ACCESSES, _INDENT))
     if key.rule.granularity != "element":
         return text + _square_sums(key.dtypes[1])
-    program = Program.of(key, dialect)
+    program = Program(key, dialect)
     means = "".join(_means(program, *means) for means in program.means.items())
     return text + means + (_AVERAGE if means else "") + _square_sums(key.dtypes[1]) + _update(program)
 
@@ -246,7 +243,7 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
         name=name,
         numel=NUMEL,
         addresses=" | ".join(array.address for array in elementwise),
-        lanes=_lanes(*elementwise),
+        lanes=16 // min(array.dtype.itemsize for array in elementwise),  # which fill 16 bytes, or more of them, in each
         numbers=indented(before, _INDENT * 2),
         wide=along(wide, 3),
         narrow=along(narrow, 4),
@@ -285,13 +282,7 @@ def _square_sums(grad: torch.dtype) -> str:
 
 
 def _update(program: Program) -> str:
-    new = [(*element, program.bits_above(*element)) for element in program.new_elements()]
-    return _each_block(program, "update", program.update, lambda path: [path.store(*element) for element in new])
-
-
-def _lanes(*arrays: Array) -> int:
-    """The fewest elements that fill a whole number of 16 bytes in each of ``arrays``."""
-    return 16 // min(array.dtype.itemsize for array in arrays)
+    return _each_block(program, "update", program.update, lambda path: [path.store(*new) for new in program.new_elements()])
 
 
 _EVALUATION = """
@@ -417,13 +408,6 @@ def load(text: str) -> ModuleType:
     return sys.modules[name]
 
 
-_CALL = (
-    "self.run(grid[0], grid[1], grid[2], stream, self.function, self.packed_metadata, launch_metadata, "
-    "knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook, *args)"
-)
-"""How Triton launches a ``CompiledKernel``, since 3.6 at least."""
-
-
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
     """Makes ``device`` the current one, on which Triton launches whatever the device of the tensors."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
@@ -435,8 +419,8 @@ def launcher(
     types: Sequence[Tensor | torch.dtype],
     counts: Sequence[Any],
     device: torch.device,
-    options: Mapping[str, Any] = MappingProxyType({}),
     addresses: Sequence[int] | None = None,
+    **options: int,
 ) -> Callable[[Sequence[Tensor], Sequence[Any]], object]:
     """What launches ``function``, which ``triton.jit`` made, with tensors and counts, on the stream that is then current.
 
@@ -452,7 +436,7 @@ def launcher(
     from triton import knobs
     from triton.runtime import driver
 
-    options = {**OPTIONS, **options}
+    options = OPTIONS | options
 
     def usual(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         return function[grid](*tensors, *counts, **options)
@@ -470,7 +454,8 @@ def launcher(
 
     def launch(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         runtime = knobs.runtime
-        if _acts(runtime.launch_enter_hook) or _acts(runtime.launch_exit_hook):
+        hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
+        if any(getattr(hook, "calls", hook) for hook in hooks):  # a chain of hooks may be empty
             return usual(tensors, counts)
         stream = driver.active.get_current_stream(index)
         return run(x, y, z, stream, *same, *(addresses or map(Tensor.data_ptr, tensors)), *counts)
@@ -485,28 +470,22 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints)
     return lambda: launch(tensors, counts)
 
 
-def _acts(hook: Any) -> bool:
-    """Whether a hook does anything: a chain of hooks may be empty."""
-    return bool(getattr(hook, "calls", hook))
-
-
 @functools.cache
 def obstacle() -> str:
-    """Why what this version of Triton compiled cannot be launched as :func:`launcher` does; empty if it can."""
+    """Why what Triton compiled cannot be launched as :func:`launcher` does; empty if it can, as with 3.6 and 3.7."""
     import triton
 
-    try:
+    given: list[tuple[Any, ...]] = []
+    kernel = SimpleNamespace(
+        _init_handles=lambda: None, launch_metadata=lambda *_: "metadata", run=lambda *a: given.append(a)
+    )
+    kernel.function, kernel.packed_metadata = "function", "packed"
+    with contextlib.suppress(Exception):  # whatever another version has or needs
+        from triton import knobs
         from triton.compiler import CompiledKernel
 
-        text = inspect.getsource(CompiledKernel.__getitem__)
-    except (ImportError, AttributeError, OSError):
-        text = ""  # which is another way
-    if launches_as_known(text):
-        return ""
+        hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+        CompiledKernel.__getitem__(kernel, (1, 2, 3))("argument", stream=4)
+        if given == [(1, 2, 3, 4, "function", "packed", "metadata", *hooks, "argument")]:
+            return ""
     return f"Triton {triton.__version__} launches what it compiled in a way of its own"
-
-
-def launches_as_known(text: str) -> bool:
-    """Whether the ``text`` of ``CompiledKernel.__getitem__`` launches as :func:`launcher` does."""
-    nodes = ast.walk(ast.parse(textwrap.dedent(text)))
-    return _CALL in {ast.unparse(node) for node in nodes if isinstance(node, ast.Call)}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,19 +12,18 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.lowering.kernels.program import indented
-from compiled_optim.lowering.kernels.schedule import Event, Loop, Schedule
+from compiled_optim.lowering.kernels.schedule import Event, Loop, Schedule, multiply, numel, size, source_of
 from compiled_optim.lowering.kernels.symmetric import ALIGNED, TEXT, Tiling, multiplier, tiling_of
 from compiled_optim.lowering.kernels.triton import WORDS as ELEMENT_WORDS
 from compiled_optim.lowering.kernels.triton import current_device, dtype_name, launcher, load
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.stacks import Axes, Step, written
-from compiled_optim.rule.symbols import Dialect, NotWritable
+from compiled_optim.rule.stacks import Axes, StackUpdate, Step
+from compiled_optim.rule.symbols import Dialect
 
 Values: TypeAlias = dict[str, Tensor]
 
-_DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16}
 _ROWS, _COLUMNS, _STEPS = 8, 256, 8  # of a tile; a program takes several, one below the other
 _LANES = 2048  # elements of a tile that has one row
 _ADDED = 2048  # partial sums that a program adds up at a time
@@ -104,35 +101,26 @@ def {name}({given}):
 """A program updates some tiles of one tensor, in which ``right`` of them are side by side, and ``down`` below each other."""
 
 
-class StackSource:
-    """The Triton text of the update of tensors of one ``shape``, which is the same for many others."""
+class StackSource(Schedule):
+    """The Triton text of the update of tensors of one shape, which is the same for many others.
 
-    def __init__(self, key: KernelKey, shape: Sequence[int], tiling: Tiling | None) -> None:
-        compute = compute_dtype(key.dtypes[0])
-        is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(size % ALIGNED for size in shape[-2:])
-        self.tiling = tiling if is_fit else None
-        dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=is_fit)
-        self.update = written(key.rule, dict(key.statics), shape, compute, dialect)
-        self.schedule = Schedule(self.update)
-        self.dtypes = dict(zip(self.update.inputs, key.dtypes, strict=True))
-        kinds = [(s.name, torch.bfloat16 if s.half else torch.int32 if s.is_int else compute) for s in self.update.steps]
-        self.dtypes |= dict(kinds)
-        self.letters = self.update.letters
-        self.names = {id(e): f"loop{i}" for i, e in enumerate(e for e in self.schedule.events if isinstance(e, Loop))}
-        texts = [self._loop(e) for e in self.schedule.events if isinstance(e, Loop)]
-        self.text = ELEMENT_WORDS + _WORDS.format(compute=dtype_name(compute)) + TEXT + "".join(texts)
+    With a ``tiling``, our kernel multiplies symmetric matrices.
+    """
+
+    _division = "//"
+
+    def __init__(self, key: KernelKey, update: StackUpdate, tiling: Tiling | None) -> None:
+        super().__init__(key, update, torch.bfloat16)
+        self.tiling = tiling
+        words = _WORDS.format(compute=dtype_name(compute_dtype(key.dtypes[0])))
+        self.text = "".join([ELEMENT_WORDS, words, TEXT, *map(self._printed, self.loops)])
 
     def own(self, loop: Loop) -> list[str]:
         """The values and partial sums that the kernel of ``loop`` takes."""
-        values = [name for name in (*loop.loads, *loop.kept) if name in self.dtypes and name not in self.update.inputs]
-        return [*dict.fromkeys(values), *map(self.written_to, loop.sums)]
+        values = [name for name in (*loop.loads, *loop.kept) if name not in self.update.inputs]
+        return [*dict.fromkeys(values), *loop.sums]
 
-    @staticmethod
-    def written_to(step: Step) -> str:
-        """What a loop writes for a sum: partial ones, or all that there is."""
-        return f"partial_{step.name}" if step.kind == "sum" else step.name
-
-    def _loop(self, loop: Loop) -> str:
+    def _printed(self, loop: Loop) -> str:
         outer, inner = _tiled(loop.axes)
         arrays = [name for name in dict.fromkeys([*loop.loads, *loop.results]) if name in self.update.inputs]
         at = {"param": rows.PARAM, **{f"buffer{i}": rows.BUFFERS + i for i in range(len(self.update.inputs))}}
@@ -140,36 +128,34 @@ class StackSource:
         batch = [d for d, letter in enumerate(loop.axes) if letter and d not in (outer, inner)]
         before = [f"i{d} = (tl.program_id(0) // right // down).to(tl.int64)" for d in batch]
         before += [f"i{inner} = lane"] if inner is not None else []
-        before += [f"{n} = number(coefficients, {1 + int(n[1:])} * count + column)" for n in loop.loads if n[0] == "k"]
+        before += [f"{n} = number(coefficients, {1 + int(n[1:])} * count + column)" for n in loop.numbers]
         before += ["factor = number(coefficients, column)"] if "grad" in arrays else []
         before += [f"at_{n} = pointer({n}_address, {dtype_name(self.dtypes[n])}, ALIGNED)" for n in arrays]
         body = []
         if outer is not None:
             row = f"(below * {_STEPS} + step) * {_ROWS} + tl.arange(0, {_ROWS})"
             body.append(f"i{outer} = ({row}).to(tl.int64)[:, None]")
-        body.append(f"inside = {self._mask(loop.axes, loop.axes) or 'lane < 1'}")
-        for name in (n for n in loop.loads if n in self.dtypes):
+        body.append(f"inside = {self._mask(loop.axes, loop) or 'lane < 1'}")
+        for name in loop.loads:
             value = f"tl.load({self._element(name, loop)})"
             value = f"T({value})" if self.dtypes[name].is_floating_point else f"{value}.to(tl.int32)"
             body.append(f"{name} = {'factor * ' * (name == 'grad')}{value}")
         steps = [f"{step.name} = {step.expression.replace('rounded(', 'half(')}" for step in loop.steps]
         body += [re.sub(_NUMBER, r"number\1", text) for text in steps]
         before += [f"number{i} = number(numbers, {i})" for i in dict.fromkeys(re.findall(_NUMBER, "\n".join(steps)))]
-        stores = {**{name: name for name in loop.kept}, **loop.results}
-        for to, new in stores.items():
+        for to, new in loop.stores.items():
             place, *mask = self._element(to, loop).split(", ")
             dtype = self.dtypes[to]
             narrow = f"{new}{'.to(tl.float32)' * (dtype in (torch.bfloat16, torch.float16))}.to({dtype_name(dtype)})"
             body.append(f"tl.store({', '.join([place, narrow, *mask])})")
         after: list[str] = []
-        for step in loop.sums:
+        for step in loop.sums.values():
             for lines, more in zip((before, body, after), self._sum(step, loop), strict=True):
                 lines += more
+        own = [f"at_{name}" for name in self.own(loop)]
         return _LOOP.format(
-            name=self.names[id(loop)],
-            given=", ".join(
-                [*_GIVEN, *(f"at_{name}" for name in self.own(loop)), "count", "right", "down", *map(_size, self.letters)]
-            ),
+            name=loop.name,
+            given=", ".join([*_GIVEN, *own, "count", "right", "down", *map(size, self.update.letters)]),
             addresses="".join(f", {name}_address" for name in arrays),
             found=indented(found, "        "),
             all=" | ".join(f"{name}_address" for name in arrays) or "0",
@@ -183,20 +169,17 @@ class StackSource:
         (outer, inner), name = _tiled(loop.axes), f"sum_{step.name}"
         part, copies = "0", "1"
         for d in (d for d, letter in enumerate(loop.axes) if letter and not step.axes[d]):
-            number, place = {inner: ("right", "right_of"), outer: ("down", "below")}.get(d, (_size(loop.axes[d]), f"i{d}"))
+            number, place = {inner: ("right", "right_of"), outer: ("down", "below")}.get(d, (size(loop.axes[d]), f"i{d}"))
             part, copies = f"({part}) * {number} + {place}", f"{copies} * {number}"
-        numel = " * ".join(["1", *map(_size, filter(None, step.axes))])
+        index, mask = self._index(step.axes, loop), self._mask(step.axes, loop)
         if step.kind == "largest":
             width = (_LANES if outer is None else _COLUMNS) // GROUP
             groups = f"i{inner}_of_groups = right_of * {width} + tl.arange(0, {width})[None, :]"
-            index, mask = (
-                text.replace(f"i{inner} // {GROUP}", f"i{inner}_of_groups")
-                for text in (self._index(step.axes, loop.axes), self._mask(step.axes, loop.axes))
-            )
-            to = f"at_{step.name} + t * ({numel}) + {index}"
+            index, mask = (text.replace(f"i{inner} // {GROUP}", f"i{inner}_of_groups") for text in (index, mask))
+            to = f"at_{step.name} + t * ({numel(step.axes)}) + {index}"
             return [groups], [f"tl.store({to}, largest({step.reads[0]}, inside), mask={mask})"], []
-        place = f"at_partial_{step.name} + (t * ({copies}) + {part}) * ({numel}) + {self._index(step.axes, loop.axes)}"
-        mask = "".join(f", mask={mask}" for mask in filter(None, [self._mask(step.axes, loop.axes)]))
+        place = f"at_partial_{step.name} + (t * ({copies}) + {part}) * ({numel(step.axes)}) + {index}"
+        mask = f", mask={mask}" * bool(mask)
         value = f"tl.where(inside, {step.reads[0]}, 0.0).to(tl.float64)"
         if outer is not None and step.axes[outer]:
             value = value if inner is not None and step.axes[inner] else f"tl.sum({value}, axis=1, keep_dims=True)"
@@ -206,28 +189,15 @@ class StackSource:
         return begin, [f"{name} += tl.sum({value}, axis=0, keep_dims=True)"], [f"tl.store({place}, {total}{mask})"]
 
     def _element(self, name: str, loop: Loop) -> str:
-        """The place of an element, and where there is one, as arguments of a load."""
-        axes = self.schedule.axes_of(name)
-        start = f"at_{name}"
-        if name not in self.update.inputs:
-            start += f" + t * ({' * '.join(['1', *map(_size, filter(None, axes))])})"
-        mask = self._mask(axes, loop.axes)
-        return f"{start} + {self._index(axes, loop.axes)}" + f", mask={mask}" * bool(mask)
+        """The place of an element, and where there is one, a mask, as arguments of a load."""
+        axes = self.axes_of(name)
+        start = f"at_{name}" + f" + t * ({numel(axes)})" * (name not in self.update.inputs)
+        mask = self._mask(axes, loop)
+        return f"{start} + {self._index(axes, loop)}" + f", mask={mask}" * bool(mask)
 
-    def _index(self, axes: Axes, loop: Axes) -> str:
-        index = "0"
-        for d, letter in enumerate(axes):
-            index = (f"({index}) * {_size(letter)} + " * (index != "0") + _place(d, axes, loop)) if letter else index
-        return index
-
-    def _mask(self, axes: Axes, loop: Axes) -> str:
-        tiled = [d for d in _tiled(loop) if d is not None and axes[d]]
-        return " & ".join(f"({_place(d, axes, loop)} < {_size(axes[d])})" for d in tiled)
-
-
-def _place(d: int, axes: Axes, loop: Axes) -> str:
-    """The place along an axis, in a loop over elements that may be of groups along it."""
-    return f"i{d}" if axes[d] == loop[d] else f"i{d} // {GROUP}"
+    def _mask(self, axes: Axes, loop: Loop) -> str:
+        tiled = [d for d in _tiled(loop.axes) if d is not None and axes[d]]
+        return " & ".join(f"({self._place(d, axes, loop)} < {size(axes[d])})" for d in tiled)
 
 
 def _tiled(axes: Axes) -> tuple[int | None, int | None]:
@@ -236,23 +206,12 @@ def _tiled(axes: Axes) -> tuple[int | None, int | None]:
     return outer, inner
 
 
-def _size(letter: str) -> str:
-    return f"size_{letter}" if letter else "1"
-
-
 def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
-    """The source for a ``shape``, which is written once; None if the rule does what only a compiler for all of torch can."""
-    if not {*key.dtypes} <= _DTYPES:
-        return None
-    return _source(dataclasses.replace(key, arrangement=""), tuple(shape), tiling_of(torch.device(key.device)))
-
-
-@functools.cache
-def _source(key: KernelKey, shape: tuple[int, ...], tiling: Tiling | None) -> StackSource | None:
-    try:
-        return StackSource(key, shape, tiling)
-    except NotWritable:
-        return None
+    """The source for a ``shape``, as of :func:`source_of`."""
+    tiling = tiling_of(torch.device(key.device))
+    is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(n % ALIGNED for n in shape[-2:])
+    dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=is_fit)
+    return source_of(StackSource, key, shape, dialect, tiling if is_fit else None)
 
 
 class StackKernels:
@@ -264,18 +223,20 @@ class StackKernels:
         self._source, self._count, self._module = source, shape[0], load(source.text)
         self._device = torch.device(key.device)
         self._sizes = source.update.sizes(shape[1:])
+        self._sizes |= {name: self._copies(step, loop) for name, (loop, step) in source.partial.items()}
         numbers = torch.tensor([*source.update.numbers, 0.0], dtype=torch.float64, device="cpu")
         self._numbers = numbers.to(self._device)
         with current_device(self._device):
-            self._parts = [part for event in source.schedule.events for part in self._of_event(event)]
-        own = {step.name for step in source.update.steps}
-        last = {n: i for i, part in enumerate(self._parts) for n in part.reads + part.makes if n.split("_")[-1] in own}
+            self._parts = [part for event in source.events for part in self._of_event(event)]
+        last = {name: i for i, part in enumerate(self._parts) for name in (*part.reads, *part.makes)}
         self._done = [[name for name, place in last.items() if place == i] for i in range(len(self._parts))]
 
     def run(self, given: Mapping[str, Tensor], count: int) -> None:
         """Update a stack, with tables of ``count`` columns: :data:`_GIVEN`, but for the constants, by name."""
         values = {**given, "numbers": self._numbers}
         for part, done in zip(self._parts, self._done, strict=True):
+            for name, (shape, dtype) in part.makes.items():
+                values[name] = torch.empty(shape, dtype=dtype, device=self._device)
             part.run(values, count)
             for name in done:
                 del values[name]
@@ -283,14 +244,13 @@ class StackKernels:
     def _of_event(self, event: Event) -> Iterator[_Part]:
         if isinstance(event, Loop):
             yield self._loop(event)
-            yield from (self._added(step, event) for step in event.sums if step.kind == "sum")
-        elif event.kind == "turn":
-            yield _Part(event.reads, (event.name,), functools.partial(_turn, event))
+            yield from (self._added(name) for name in event.sums if name in self._source.partial)
         else:
-            yield _Part(event.reads, (event.name,), self._symmetric(event) or functools.partial(_multiply, event))
+            run = self._symmetric(event) or (lambda values, count: multiply(event, values))
+            yield _Part(event.reads, self._made(event.name), run)
 
-    def _shape(self, name: str) -> list[int]:
-        return [self._count, *(self._sizes[letter] for letter in self._source.schedule.axes_of(name) if letter)]
+    def _made(self, *names: str) -> dict[str, tuple[list[int], torch.dtype]]:
+        return {n: (self._source.shape(n, self._count, self._sizes), self._source.dtypes[n]) for n in names}
 
     def _tiles(self, loop: Loop) -> tuple[int, int]:
         """How many tiles are side by side, and how many programs' below each other."""
@@ -304,23 +264,16 @@ class StackKernels:
         (right, down), source = self._tiles(loop), self._source
         own = source.own(loop)
         batch = math.prod(self._sizes[a] for d, a in enumerate(loop.axes) if d not in _tiled(loop.axes))
-        sums = [step for step in loop.sums if step.kind == "sum"]
-        partial = {source.written_to(step): [self._copies(step, loop), *self._shape(step.name)] for step in sums}
-        own_values = [*loop.kept, *(step.name for step in loop.sums if step not in sums)]
-        made = {name: (self._shape(name), source.dtypes[name]) for name in own_values}
-        made |= {name: (shape, torch.float64) for name, shape in partial.items()}
-        types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3]
-        types += [torch.float64 if name in partial else source.dtypes[name] for name in own]
-        sizes = [self._sizes[letter] for letter in source.letters]
+        makes = self._made(*loop.kept, *loop.sums)
+        types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3, *(source.dtypes[name] for name in own)]
+        sizes = [self._sizes[letter] for letter in source.update.letters]
         grid = right * down * batch, self._count
-        launch = launcher(getattr(self._module, source.names[id(loop)]), grid, types, (8, right, down, *sizes), self._device)
+        launch = launcher(getattr(self._module, loop.name), grid, types, (8, right, down, *sizes), self._device)
 
         def run(values: Values, count: int) -> None:
-            for name, (shape, dtype) in made.items():
-                values[name] = torch.empty(shape, dtype=dtype, device=self._device)
             launch([values[name] for name in (*_GIVEN, *own)], (count, right, down, *sizes))
 
-        return _Part(tuple(name for name in own if name not in made), tuple(made), run)
+        return _Part([name for name in own if name not in makes], makes, run)
 
     def _copies(self, step: Step, loop: Loop) -> int:
         """How many partial sums a sum has for each element."""
@@ -329,51 +282,37 @@ class StackKernels:
         gone = (d for d, letter in enumerate(loop.axes) if letter and not step.axes[d])
         return math.prod({inner: right, outer: down}.get(d, self._sizes[loop.axes[d]]) for d in gone)
 
-    def _added(self, step: Step, loop: Loop) -> _Part:
-        copies, shape, dtype = self._copies(step, loop), self._shape(step.name), self._source.dtypes[step.name]
+    def _added(self, partial: str) -> _Part:
+        _, step = self._source.partial[partial]
+        makes = self._made(step.name)
+        shape, dtype = makes[step.name]
         numel = math.prod(shape[1:])
         wide = 1 if numel == 1 else 32
-        grid, counts = (-(-numel // wide), self._count), (copies, numel, _ADDED // wide, wide)
-        launch = launcher(self._module.add, grid, (torch.float64, dtype), counts, self._device)
+        counts = self._sizes[partial], numel, _ADDED // wide, wide
+        launch = launcher(self._module.add, (-(-numel // wide), self._count), (torch.float64, dtype), counts, self._device)
+        return _Part([partial], makes, lambda values, _: launch([values[partial], values[step.name]], counts))
 
-        def run(values: Values, count: int) -> None:
-            values[step.name] = torch.empty(shape, dtype=dtype, device=self._device)
-            launch([values[f"partial_{step.name}"], values[step.name]], counts)
-
-        return _Part((f"partial_{step.name}",), (step.name,), run)
-
-    def _symmetric(self, step: Step) -> Callable[[Values, int], None] | None:
+    def _symmetric(self, step: Step) -> Callable[[Values, int], object] | None:
         """What computes a product that is symmetric; None where torch does, or it is not known to be."""
         (name, *others), tiling, turned = step.reads, self._source.tiling, step.turned[0]
         if tiling is None or not (step.kind == "quadratic" or (step.half and others == [name] and turned != step.turned[1])):
             return None
         numbers = [(kind == "k", int(place)) for kind, place in re.findall(r"(k|numbers\[)(\d+)", step.expression)]
         kind = ("each" if numbers[0][0] else "same") if numbers else ""
-        multiply = multiplier(self._module, tiling, self._shape(name), self._device, turned=turned, numbers=kind)
-        shape = self._shape(step.name)
+        shape = self._source.shape(name, self._count, self._sizes)
+        multiplied = multiplier(self._module, tiling, shape, self._device, turned=turned, numbers=kind)
 
         def run(values: Values, count: int) -> None:
-            x, coefficients, constants = values[name], values["coefficients"], values["numbers"]
+            coefficients, constants = values["coefficients"], values["numbers"]
             given = [coefficients[1 + place] if of_rule else constants[place:] for of_rule, place in numbers]
-            values[step.name] = out = x.new_empty(shape)
-            multiply(x, out, given or [constants] * 3, values["index"])
+            multiplied(values[name], values[step.name], given or [constants] * 3, values["index"])
 
         return run
 
 
 class _Part(NamedTuple):
-    """Something that a step does, with the values that it reads and makes."""
+    """Something that a step does, with the values that it reads, and shape and dtype of those that it makes."""
 
-    reads: tuple[str, ...]
-    makes: tuple[str, ...]
-    run: Callable[[Values, int], None]
-
-
-def _turn(step: Step, values: Values, count: int) -> None:
-    values[step.name] = values[step.reads[0]].mT.contiguous()
-
-
-def _multiply(step: Step, values: Values, count: int) -> None:
-    left, right = (values[n].mT if turned else values[n] for n, turned in zip(step.reads, step.turned, strict=True))
-    values[step.name] = made = left.new_empty(*left.shape[:-1], right.shape[-1])
-    torch.bmm(left.flatten(0, -3), right.flatten(0, -3), out=made.flatten(0, -3))  # whose dtype autocast leaves alone
+    reads: Sequence[str]
+    makes: Mapping[str, tuple[list[int], torch.dtype]]
+    run: Callable[[Values, int], object]
