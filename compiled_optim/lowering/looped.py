@@ -19,7 +19,7 @@ from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_kernel,
 from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
-from compiled_optim.lowering.torch_ops.eager import TorchLowering
+from compiled_optim.lowering.torch_ops.eager import Lowering
 from compiled_optim.lowering.torch_ops.inductor import fits_indices
 from compiled_optim.memory.layout import compute_dtype, is_plain, overlap_shifted, plain_copy
 from compiled_optim.memory.torch_internals import Captures
@@ -89,7 +89,7 @@ class LoopLowering(StackTableLowering):
             stack.loops = self._log.obtain(_kernels, stack.key, names, make)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
-        TorchLowering.prepare(self, grads, captures)
+        Lowering.prepare(self, grads, captures)
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
         if not self.plan.addresses.unlike:
@@ -100,7 +100,7 @@ class LoopLowering(StackTableLowering):
         self.table.gradients.publish(self._grads, capturing)
 
     def measure(self) -> None:
-        TorchLowering.measure(self)
+        Lowering.measure(self)
 
     def launch(self) -> None:
         assert self._evaluator is not None

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -186,8 +186,6 @@ class RowTableLowering(Capturable):
 
     name = "multi_tensor"
 
-    square_sum_count = 1
-
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
@@ -249,11 +247,8 @@ class RowTableLowering(Capturable):
             with self._on_device:
                 self._kernels[0].evaluate(self.table)
 
-    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
-        raise NotImplementedError("totals are of dense gradients")
-
     def finish(self) -> None:
-        self.plan.finish()
+        super().finish()
         for batch in self._prepared:
             batch.finish()
         self._prepared = []

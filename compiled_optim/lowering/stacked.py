@@ -122,9 +122,8 @@ class StackedLowering(TorchLowering):
 
     name = "stacked"
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
-        super().__init__(plan, clipping)
-        self._log = log
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
+        super().__init__(plan, clipping, log)
         self._compiled = compiled
         positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
@@ -194,8 +193,7 @@ class StackTableLowering(Capturable, StackedLowering):
     """Stacks whose coefficients a kernel of the rule evaluates, so that a CUDA graph can hold the step."""
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        StackedLowering.__init__(self, plan, clipping, log, compiled=True)
-        Capturable.__init__(self, plan, clipping, log)
+        super().__init__(plan, clipping, log)
         self._evaluator: Kernel | None = None
         self._cached: dict[Stack, Tensor] = {}  # gradients, of the first stacks of several tensors that fit
         several = [stack for stack in self.stacks if len(stack.positions) > 1]

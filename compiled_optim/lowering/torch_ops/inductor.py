@@ -109,8 +109,7 @@ class InductorLowering(TorchLowering):
     _vectors = Vectors
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
-        super().__init__(plan, clipping)
-        self._log = log
+        super().__init__(plan, clipping, log)
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
