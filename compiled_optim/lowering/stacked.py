@@ -110,7 +110,6 @@ _CPU_ELEMENTS = 1 << 17
 
 _STACKS = "stacks of "  # how the arrangements begin for which Inductor compiles
 _kernels: dict[KernelKey, StackKernel | str] = {}  # or why there is none
-_serial = itertools.count()
 
 
 class StackedLowering(TorchLowering):
@@ -398,23 +397,18 @@ def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]
 def _make(key: KernelKey) -> StackKernel | str:
     sequential, example = key.device in _SEQUENTIAL, functools.partial(_example, key)
     staged = None if sequential else decompositions()
-    graph = obtain_graph(_stack_function(key), example, key.device, OPTIONS | _OPTIONS, from_one=True, decompositions=staged)
+    graph = obtain_graph(f"{key.rule.name}_stack", _uncompiled(key), example, key.device, OPTIONS | _OPTIONS, staged)
     if isinstance(graph, str):
         return graph
-    made, (any_size, *_) = example("meta")
-
-    def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-        return graph.run({made[0].shape[d]: tensors[0].shape[d] for d in any_size}, tensors)
-
     if not sequential:
-        kinds = [(t.shape[1:], t.dtype) for t in made]
+        kinds = [(t.shape[1:], t.dtype) for t in example("meta")[0]]
         ones = {kind: torch.ones(1, *kind[0], dtype=kind[1], device=key.device) for kind in set(kinds)}
-        run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not
-    return run
+        graph.run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not
+    return graph.run
 
 
-def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
-    """The update, with a code object of its own: Dynamo's recompile limit counts per code object.
+def _uncompiled(key: KernelKey) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+    """The update, uncompiled.
 
     It takes parameter, gradient, buffers and coefficients, and computes in float64 for float64, in float32 for lower dtypes.
     A tensor stays as it is where the second coefficient is not 0. Its results are new tensors: Inductor 2.13 fails on CPUs
@@ -424,24 +418,18 @@ def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
     names = ("param", *rule.present_buffers(statics))
     given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
     numbers_of = number_type(rule.coefficient_names(statics))
-    reads_index = rule.reads_index(statics)  # torch 2.11 does not trace what is computed once
 
-    def stack(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    def stack(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        param, grad, *rest = tensors
         dtype = compute_dtype(param.dtype)
         old = dict(zip(names, (param, *rest), strict=False))
         factor, skip, *numbers = rest[len(names) - 1 :]
         values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
-        if reads_index:
+        if rule.reads_index(statics):
             shape = param.shape[1:]
             values[INDEX] = torch.arange(shape.numel(), dtype=torch.int32, device=param.device).view(1, *shape)
         new = rule.updated(values | {name: old[name].to(dtype) for name in names[1:]})
         live = skip == 0
         return tuple(torch.where(live, new[name].to(tensor.dtype), tensor) for name, tensor in old.items())
 
-    stack.__code__ = stack.__code__.replace(co_name=f"{rule.name}_stack_{next(_serial)}")
     return stack
-
-
-def _uncompiled(key: KernelKey) -> StackKernel:
-    function = _stack_function(key)
-    return lambda tensors: function(*tensors)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.torch_internals import fakes_are_made
+from compiled_optim.memory.torch_internals import fakes_are_made, let_compilers_trace
+
+_serial = itertools.count()
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
@@ -30,38 +33,37 @@ def decompositions_of_inductor() -> dict[Any, Callable[..., Any]]:
 class CompiledGraph(NamedTuple):
     """What Inductor compiled for ``obtain_graph``.
 
-    ``code`` takes a list of ``order``: for each input, whether it is a tensor, and which of the arguments or which size of
-    the example. ``returned`` are the positions of the function's results among those of ``code``.
+    ``code`` takes a list of ``order``: for each input which of the tensors it is, or whose size, and along which dimension.
+    ``returned`` are the positions of the function's results among those of ``code``.
     """
 
     code: Callable[[list[Any]], Sequence[Any]]
-    order: Sequence[tuple[bool, int]]
+    order: Sequence[tuple[int, int | None]]
     returned: Sequence[int]
 
-    def run(self, sizes: Mapping[int, int], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The function's results. ``sizes`` maps the example's sizes of dynamic dimensions to those of ``tensors``."""
-        made = self.code([tensors[i] if is_tensor else sizes[i] for is_tensor, i in self.order])
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The function's results."""
+        made = self.code([tensors[i] if dim is None else tensors[i].shape[dim] for i, dim in self.order])
         return [made[i] for i in self.returned]
 
 
 def obtain_graph(
-    function: Callable[..., Any],
+    name: str,
+    function: Callable[[list[Tensor]], tuple[Tensor, ...]],
     example: Callable[[str], tuple[list[Tensor], Sequence[Sequence[int]]]],
     device: str,
     options: dict[str, Any],
-    *,
-    from_one: bool = False,
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> CompiledGraph | str:
-    """Compile ``function``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
+    """Compile ``function``, which writes into its tensors or returns new ones, with Inductor.
 
     Args:
-        function: traced once; it must have a code object of its own.
+        name: what the code is called, with a number.
+        function: traced once, and not by Dynamo.
         example: makes tensors on a device to compile with, no two the same object, and for each its dimensions that may have
-            any size; those of equal size stay equal.
+            any size, from 1 on; those of equal size stay equal.
         device: where the code is to run.
         options: Inductor options.
-        from_one: whether "any size" includes 1; otherwise it begins with 2.
         decompositions: by operator, a function of other operators that replaces it; None for Inductor's own.
 
     Returns:
@@ -78,7 +80,17 @@ def obtain_graph(
     switched_off = "torch.compile is switched off"
     if dynamo.disable:  # then torch.compile of a whole function is an error
         return switched_off
-    oblivious = symbolic_shapes.patch(backed_size_oblivious=from_one)  # type: ignore[attr-defined]
+
+    def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        return function(tensors)
+
+    def compiled(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return traced(list(tensors))
+
+    let_compilers_trace(traced)
+    # Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
+    compiled.__code__ = compiled.__code__.replace(co_name=f"{name}_{next(_serial)}")
+    oblivious = symbolic_shapes.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
     trusting = config.patch({"cpp.vec_isa_ok": True, **options})
     with without_memory(), torch.no_grad(), torch.compiler.set_stance("default"), trusting, oblivious:
@@ -86,22 +98,28 @@ def obtain_graph(
         for arg, dimensions in zip(args, dynamic, strict=True):
             for dimension in dimensions:
                 mark_dynamic(arg, dimension)
-        backend = _Backend(args, decompositions)
+        backend = _Backend(args, dynamic, decompositions)
         try:
-            results = torch.compile(function, backend=backend, fullgraph=True)(*args)
+            results = torch.compile(compiled, backend=backend, fullgraph=True)(*args)
         except BackendCompilerFailed as error:
             message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # the compiler's own first
             return f"Inductor failed: {textwrap.shorten(message, 500, placeholder=' ...')}"
-    return backend.compiled(results or ()) or switched_off
+    return backend.compiled(results) or switched_off
 
 
 class _Backend:
     """A backend of Dynamo that compiles one graph with Inductor, and notes how it is called in place of running it."""
 
-    def __init__(self, args: list[Tensor], decompositions: Mapping[Any, Callable[..., Any]] | None) -> None:
+    def __init__(
+        self,
+        args: list[Tensor],
+        dynamic: Sequence[Sequence[int]],
+        decompositions: Mapping[Any, Callable[..., Any]] | None,
+    ) -> None:
         self._args = args
+        self._sizes = {arg.shape[dim]: (i, dim) for i, arg in enumerate(args) for dim in dynamic[i]}
         self._options = {} if decompositions is None else {"decompositions": decompositions}
-        self._call: tuple[Callable[..., Any], list[tuple[bool, int]], list[Tensor]] | None = None
+        self._call: tuple[Callable[..., Any], list[tuple[int, int | None]], list[Tensor]] | None = None
 
     def __call__(self, module: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
         from torch._dynamo import lookup_backend
@@ -110,15 +128,17 @@ class _Backend:
         count = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
         def first_call(*inputs: Any) -> list[Tensor]:
-            """Tensors themselves tell which is which, a size is an int; the results are stand-ins."""
-            order = [
-                (True, next(i for i, a in enumerate(self._args) if a is x)) if isinstance(x, Tensor) else (False, int(x))
-                for x in inputs
-            ]
-            self._call = code, order, [torch.empty(0) for _ in range(count)]
+            """The results are stand-ins."""
+            self._call = code, list(map(self._place, inputs)), [torch.empty(0) for _ in range(count)]
             return self._call[2]
 
         return first_call
+
+    def _place(self, given: Any) -> tuple[int, int | None]:
+        """Which of the example's tensors ``given`` is; or whose size it is, an int, and in which dimension."""
+        if isinstance(given, Tensor):
+            return next(i for i, arg in enumerate(self._args) if arg is given), None
+        return self._sizes[int(given)]
 
     def compiled(self, results: Sequence[Tensor]) -> CompiledGraph | None:
         """What was compiled for a function with these ``results``; None if nothing was."""
