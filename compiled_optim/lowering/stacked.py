@@ -297,23 +297,24 @@ class Stack:
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
-        own = [grads[i] for i in self.positions]
-        if (present := next((grad for grad in own if grad is not None), None)) is None:
-            return None
-        return stack_of([torch.zeros_like(present) if grad is None else grad for grad in own])
+        own = self._filled(grads)
+        return stack_of(own) if own else None
 
     def copy_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
         if self.copied_gradients is None:
-            shape = (len(self.positions), *self._params[0].shape)
-            dtype = self.key.dtypes[1]
-            self.copied_gradients = torch.zeros(shape, dtype=dtype, device=self._params[0].device)
-        pairs = zip(self.copied_gradients.unbind(), (grads[i] for i in self.positions), strict=True)
-        present = [(copy, grad) for copy, grad in pairs if grad is not None]
-        if len(present) < len(self.positions):
+            like = self._params[0]
+            self.copied_gradients = like.new_zeros(len(self.positions), *like.shape, dtype=self.key.dtypes[1])
+        if own := self._filled(grads):
+            torch.stack(own, out=self.copied_gradients)
+        else:
             self.copied_gradients.zero_()
-        if present:
-            torch._foreach_copy_([copy for copy, _ in present], [grad for _, grad in present])
+
+    def _filled(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The stack's of all ``grads``, 0 where there is none; nothing without any."""
+        own = [grads[i] for i in self.positions]
+        present = next((grad for grad in own if grad is not None), None)
+        return [] if present is None else [torch.zeros_like(present) if grad is None else grad for grad in own]
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
@@ -321,11 +322,7 @@ class Stack:
         param, grad, *buffers = self._whole(grads)
         columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers]
-        held_param, *held_buffers = self._held(new)
-        torch._foreach_copy_(self._params, held_param.unbind())
-        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, held_buffers)
+        self._store(self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers])
 
     def _whole(self, grads: Tensor) -> list[Tensor]:
         """Parameters, ``grads`` and buffers of the tensors that this process updates, as an update sees them."""
@@ -334,13 +331,17 @@ class Stack:
             return list(map(self._seen, self.owners.collect(held)))
         return list(map(self._seen, map(whole_stack, held, self._likes)))
 
-    def _held(self, seen: Sequence[Tensor]) -> list[Tensor]:
-        """Of new parameters and buffers as an update sees them, what this process holds of all tensors."""
+    def _store(self, seen: Sequence[Tensor]) -> None:
+        """Write of new parameters and buffers, as an update sees them, what this process holds of all tensors."""
         kinds = [0, *range(2, len(self._likes))]
         full = [self._as_held(new, self._likes[kind]) for new, kind in zip(seen, kinds, strict=True)]
-        if self.owners is not None:
-            return self.owners.spread(full, kinds)
-        return [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
+        if self.owners is None:
+            held = [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
+        else:
+            held = self.owners.spread(full, kinds)
+        torch._foreach_copy_(self._params, held[0].unbind())
+        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
+            torch._foreach_copy_(self._buffers, held[1:])
 
     def _seen(self, full: Tensor) -> Tensor:
         if self._axes:
