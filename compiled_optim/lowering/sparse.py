@@ -137,10 +137,6 @@ class GatheredRowsLowering(InductorLowering):
 
     _vectors = GatheredRows
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
-        super().__init__(plan, clipping, log, compiled=compiled)
-        self.name = "inductor" if compiled else "eager"
-
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         return kernel_key(self.plan, member, compute_dtype(member.param.dtype), LISTS), True
 

@@ -109,6 +109,7 @@ class InductorLowering(TorchLowering):
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
         super().__init__(plan, clipping, log)
+        self.name = "inductor" if compiled else "eager"
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
