@@ -99,11 +99,9 @@ class LoopLowering(StackTableLowering):
         self._grads = [None if grad is None else _arranged(grad, member.param) for grad, member in pairs]
         self.table.gradients.publish(self._grads, capturing)
 
-    def measure(self) -> None:
-        Lowering.measure(self)
+    measure = Lowering.measure
 
     def launch(self) -> None:
-        assert self._evaluator is not None
         self._evaluator.evaluate(self.table)
         if not self.table.outcome[1]:
             for stack in self.stacks:
@@ -113,9 +111,10 @@ class LoopLowering(StackTableLowering):
 class LoopStack(Stack):
     """Tensors of one shape, which are updated where they lie if an update sees them so, and otherwise in copies."""
 
+    loops: Callable[[Sequence[int]], StackLoops]  # once it is compiled
+
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         super().__init__(plan, positions, key)
-        self.loops: Callable[[Sequence[int]], StackLoops] | None = None
         is_seen = self._axes is None and not plan.sharded
         self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
@@ -139,7 +138,6 @@ class LoopStack(Stack):
         self._store([param, *buffers])
 
     def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
-        assert self.loops is not None
         tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
         tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
         given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
@@ -150,7 +148,6 @@ class KernelStackLowering(MultiTensorLowering):
     """Runs the step of one plan on a GPU for which :func:`serves_where_they_are` holds."""
 
     name = "stacked"
-    _is_captured = False
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
@@ -171,7 +168,7 @@ class KernelStackLowering(MultiTensorLowering):
 
     def compile(self) -> None:
         super().compile()
-        for stack in (stack for stack in self.stacks if stack.kernels is None):
+        for stack in self.stacks:
             names = [self.plan.members[i].name for i in stack.positions]
             make = functools.partial(_stack_kernels, shape=stack.shape)
             stack.kernels = self._log.obtain(_kernels, stack.key, names, make)(stack.shape)
@@ -194,15 +191,15 @@ class KernelStackLowering(MultiTensorLowering):
 class KernelStack:
     """Tensors of one shape at ``positions`` of a plan."""
 
+    kernels: triton_stacks.StackKernels  # once it is compiled
+
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         self.positions, self.key = positions, key
         self.shape = (len(positions), *seen_shape(plan.rule, plan.statics, plan.members[positions[0]].owner.shape))
-        self.kernels: triton_stacks.StackKernels | None = None
         self._index = torch.tensor(positions, device="cpu").to(plan.device)
 
     def update(self, tensors: Tensor, table: CoefficientTable) -> None:
         """Update the tensors, whose rows are ``tensors`` as in a tensor table, with coefficients of ``table``."""
-        assert self.kernels is not None
         given = {"tensors": tensors, "grads": table.grads, "index": self._index, "outcome": table.outcome}
         self.kernels.run(given | {"coefficients": table.coefficients}, table.inputs.shape[1])
 

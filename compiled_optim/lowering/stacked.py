@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
+from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.owners import Owners, owners
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
@@ -148,7 +148,7 @@ class StackedLowering(TorchLowering):
         return Stack(self.plan, positions, key)
 
     def compile(self) -> None:
-        for stack in (stack for stack in self.stacks if stack.kernel is None):
+        for stack in self.stacks:
             names = [self.plan.members[i].name for i in stack.positions]
             if not self._compiled:
                 stack.kernel = _uncompiled(stack.key)
@@ -193,25 +193,21 @@ class StackTableLowering(Capturable, StackedLowering):
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
-        self._evaluator: Kernel | None = None
-        self._cached: dict[Stack, Tensor] = {}  # gradients, of the first stacks of several tensors that fit
         several = [stack for stack in self.stacks if len(stack.positions) > 1]
         ends = itertools.accumulate(stack.numel * stack.key.dtypes[1].itemsize for stack in several)
         self._caches = {stack for stack, end in zip(several, ends, strict=True) if end <= _CACHED_BYTES}
-        self._reads_copies = False
 
     def compile(self) -> None:
         self._compile_evaluator()  # first, since a compiler that does not work says so at once, unlike Inductor
         super().compile()
 
     def _compile_evaluator(self) -> None:
-        if self._evaluator is None:
-            self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
-            self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
+        self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
+        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         super().prepare(grads, captures)
-        self._cached = {}
+        self._cached: dict[Stack, Tensor] = {}  # gradients, of the first stacks of several tensors that fit
         self._reads_copies = False
         self.hypers.prepare(self.plan.device in captures)
         self.table.gradients.mark(self._grads, self.plan.device in captures)
@@ -239,7 +235,6 @@ class StackTableLowering(Capturable, StackedLowering):
         return [stack_of([grad]) for i in stack.positions if (grad := self._grads[i]) is not None]
 
     def _columns(self) -> Tensor:
-        assert self._evaluator is not None
         with self._on_device:
             self._evaluator.evaluate(self.table)
         numbers = self.table.coefficients
@@ -260,10 +255,11 @@ class Stack:
     Of DTensors, the local shards are stacked.
     """
 
+    kernel: StackKernel  # once it is compiled
+
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         self.positions = tuple(positions)
         self.key = key
-        self.kernel: StackKernel | None = None
         self.copied_gradients: Tensor | None = None
         members = [plan.members[i] for i in positions]
         self._params = [m.param.data for m in members]  # the plan counts the versions of the parameters
@@ -318,7 +314,6 @@ class Stack:
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
-        assert self.kernel is not None
         param, grad, *buffers = self._whole(grads)
         columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
