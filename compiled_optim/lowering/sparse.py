@@ -94,6 +94,10 @@ class Entries:
     elected: Tensor  # for each entry, the one that its row elected: (N,) int64
     sums: Tensor  # (N, dense part); at an elected entry the row's gradient, elsewhere 0
 
+    def numel(self) -> int:
+        """How many numbers the gradient has."""
+        return self.sums.numel()
+
 
 def entries_of(grad: Tensor, dtype: torch.dtype, *, distinct: bool) -> Entries:
     """The entries of ``grad``, summed in ``dtype``; ``distinct`` says that no two name the same row."""
@@ -149,21 +153,11 @@ class GatheredRowsLowering(InductorLowering):
             return entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
 
         given = zip(self.plan.members, self._grads, strict=True)
-        self._entries = [None if grad is None else added_up(member, grad) for member, grad in given]
+        self._grads = [None if grad is None else added_up(member, grad) for member, grad in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
-        self._square_sum.fill_(square_sum([e.sums for e in self._entries if e is not None], self.plan.device))
-
-    def finish(self) -> None:
-        super().finish()
-        self._entries = []
-
-    def _update(self, coefficients: Tensor) -> None:
-        """Update the rows that the gradients name."""
-        named = [e if e is not None and e.sums.numel() else None for e in self._entries]
-        for part in self._parts:
-            part.update(named, coefficients)
+        self._square_sum.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]

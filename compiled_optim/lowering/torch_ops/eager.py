@@ -91,7 +91,7 @@ class Lowering:
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         self.plan, self._clipping, self._log = plan, clipping, log
-        self._grads: Sequence[Tensor | None] = ()
+        self._grads: Sequence[Any] = ()  # None where there is none
         self._all_square_sums: Tensor | None = None
 
     def compile(self) -> None:

@@ -192,7 +192,7 @@ class Part:
     ) -> Iterator[tuple[Sequence[int], list[list[Tensor]], Sequence[Tensor]]]:
         """Run a stage on each list: yield the tensors with a gradient, the kernel's arguments for each, and its results."""
         assert self.kernel is not None
-        present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
+        present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None and grads[i].numel())
         if not present:
             return
         rows = coefficients.t().index_select(0, self._columns_of(present))
