@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import triton_stacks
-from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_kernel, stack_source
+from compiled_optim.lowering.kernels.cpp_stacks import stack_kernel, stack_source
 from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
@@ -81,12 +81,9 @@ class LoopLowering(StackTableLowering):
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         return max(_ELEMENTS[self.plan.rule.granularity] // shape.numel(), 1)
 
-    def compile(self) -> None:
-        self._compile_evaluator()
-        for stack in self.stacks:
-            names = [self.plan.members[i].name for i in stack.positions]
-            make = functools.partial(stack_kernel, shape=stack.shape[1:])
-            stack.loops = self._log.obtain(_kernels, stack.key, names, make)
+    def _kernel_of(self, stack: Stack, names: Sequence[str]) -> Any:
+        make = functools.partial(stack_kernel, shape=stack.shape[1:])
+        return self._log.obtain(_kernels, stack.key, names, make)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         Lowering.prepare(self, grads, captures)
@@ -110,8 +107,6 @@ class LoopLowering(StackTableLowering):
 
 class LoopStack(Stack):
     """Tensors of one shape, which are updated where they lie if an update sees them so, and otherwise in copies."""
-
-    loops: Callable[[Sequence[int]], StackLoops]  # once it is compiled
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         super().__init__(plan, positions, key)
@@ -141,7 +136,7 @@ class LoopStack(Stack):
         tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
         tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
         given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.loops(self.shape).run(given, table.coefficients.shape[1])
+        self.kernel(self.shape).run(given, table.coefficients.shape[1])
 
 
 class KernelStackLowering(MultiTensorLowering):

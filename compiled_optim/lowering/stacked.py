@@ -149,14 +149,15 @@ class StackedLowering(TorchLowering):
 
     def compile(self) -> None:
         for stack in self.stacks:
-            names = [self.plan.members[i].name for i in stack.positions]
-            if not self._compiled:
-                stack.kernel = _uncompiled(stack.key)
-            elif not fits_indices(self.plan.device, stack.numel):
-                say_too_large(self._log, names[0])
-                stack.kernel = _uncompiled(stack.key)
-            else:
-                stack.kernel = self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
+            stack.kernel = self._kernel_of(stack, [self.plan.members[i].name for i in stack.positions])
+
+    def _kernel_of(self, stack: Stack, names: Sequence[str]) -> Any:
+        """What updates ``stack``, whose tensors have these ``names``."""
+        if self._compiled and fits_indices(self.plan.device, stack.numel):
+            return self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
+        if self._compiled:
+            say_too_large(self._log, names[0])
+        return _uncompiled(stack.key)
 
     def launch(self) -> None:
         columns = self._columns()
@@ -198,12 +199,10 @@ class StackTableLowering(Capturable, StackedLowering):
         self._caches = {stack for stack, end in zip(several, ends, strict=True) if end <= _CACHED_BYTES}
 
     def compile(self) -> None:
-        self._compile_evaluator()  # first, since a compiler that does not work says so at once, unlike Inductor
-        super().compile()
-
-    def _compile_evaluator(self) -> None:
+        # First, since a compiler that does not work says so at once, unlike Inductor.
         self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
+        super().compile()
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         super().prepare(grads, captures)
@@ -255,7 +254,7 @@ class Stack:
     Of DTensors, the local shards are stacked.
     """
 
-    kernel: StackKernel  # once it is compiled
+    kernel: Any  # what updates it, once it is compiled
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         self.positions = tuple(positions)
