@@ -1,4 +1,4 @@
-"""The base class of all lowerings, that of lowerings to torch operations, and the lowering to plain ones."""
+"""The base class of all lowerings, the one for torch operations, and the lowering to plain torch operations."""
 
 from __future__ import annotations
 
