@@ -1,16 +1,11 @@
-"""The choice of the lowering that runs the step of a plan, the interface of all lowerings, and sums over all of them.
-
-A step is :meth:`~Lowering.compile`, :meth:`~Lowering.prepare`, :meth:`~Lowering.measure` where the norm of all gradients is
-needed, :meth:`~Lowering.launch`, and :meth:`~Lowering.finish`. The device's work is in ``measure`` and ``launch`` alone, and
-a CUDA graph can repeat it.
-"""
+"""The choice of the lowering that runs the step of a plan, and sums over all lowerings."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -19,11 +14,10 @@ from compiled_optim.lowering import looped
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.sparse import GatheredRowsLowering, RowTableLowering
 from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
-from compiled_optim.lowering.torch_ops.eager import EagerLowering
+from compiled_optim.lowering.torch_ops.eager import EagerLowering, Lowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering
 from compiled_optim.memory import cache, torch_internals
 from compiled_optim.memory.layout import add_over_shards, scalar_dtype
-from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
@@ -39,50 +33,6 @@ LOOPED: dict[str, tuple[Callable[[Plan], bool], Any]] = {
 """By device, whether loops of our own serve a plan of a rule on whole tensors, and the lowering to them."""
 
 _refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its kernels do not compile in this process
-
-
-class Lowering(Protocol):
-    """Runs the step of one plan.
-
-    It is made of the plan, of the step's clipping, and of the log of compilations and fallbacks.
-    """
-
-    name: str  # what reports call it
-    plan: Plan  # the tensors
-    square_sum_count: int  # how many partial sums :meth:`measure` writes, once it is compiled
-
-    def compile(self) -> None:
-        """Make what does not exist yet: kernels, and the tables they read.
-
-        Raises:
-            RecompileError: that is forbidden here. Nothing is changed then.
-            CompilerError: a kernel does not compile on this machine. Another lowering has to run the plan.
-        """
-
-    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
-
-    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
-        """Take what was assigned, and ``grads``, an entry per parameter; None for their own ``grad``.
-
-        Graphs of the devices ``captures`` are being captured.
-        """
-
-    def measure(self) -> None:
-        """Write the partial sums of the squares of the prepared gradients."""
-
-    def launch(self) -> None:
-        """Update every parameter of the plan that has a prepared gradient."""
-
-    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
-        """As :meth:`launch`, of a rule that has totals.
-
-        At each stage with totals, it yields the sums over the plan, a tensor of shape (totals,). It is sent the sums over
-        all plans, devices and processes, followed by the results of the rule's ``adapt``.
-        """
-
-    def finish(self) -> None:
-        """Let go of the gradients."""
 
 
 def refuse(plan: Plan, reason: str) -> None:
@@ -107,7 +57,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
             return (loops if loops is not None and serves(plan) else StackTableLowering)(plan, clipping, log)
         return StackedLowering(plan, clipping, log, compiled=name != "eager")
     if name == "eager":
-        return EagerLowering(plan, clipping, differentiable=differentiable)
+        return EagerLowering(plan, clipping, log, differentiable=differentiable)
     if name == "multi_tensor":
         return MultiTensorLowering(plan, clipping, log)
     return InductorLowering(plan, clipping, log)

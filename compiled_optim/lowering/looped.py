@@ -19,7 +19,7 @@ from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_source
 from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
-from compiled_optim.lowering.torch_ops.eager import TorchLowering
+from compiled_optim.lowering.torch_ops.eager import Lowering
 from compiled_optim.lowering.torch_ops.inductor import fits_indices
 from compiled_optim.memory.cache import library
 from compiled_optim.memory.layout import compute_dtype, is_plain, overlap_shifted, plain_copy
@@ -82,18 +82,12 @@ class LoopLowering(StackTableLowering):
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         return max(_ELEMENTS[self.plan.rule.granularity] // shape.numel(), 1)
 
-    def compile(self) -> None:
-        self._compile_evaluator()
-        for stack in self.stacks:
-            names = [self.plan.members[i].name for i in stack.positions]
-            loops = functools.partial(
-                StackLoops, load=functools.cache(library)
-            )  # which shapes share, and load no code in a step
-            make = functools.partial(_by_shape, loops, stack.shape)
-            stack.loops = self._log.obtain(_kernels, stack.key, names, make)
+    def _kernel_of(self, stack: Stack, names: Sequence[str]) -> Any:
+        loops = functools.partial(StackLoops, load=functools.cache(library))  # which shapes share, and no step loads
+        return self._log.obtain(_kernels, stack.key, names, functools.partial(_by_shape, loops, stack.shape))
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
-        TorchLowering.prepare(self, grads, captures)
+        Lowering.prepare(self, grads, captures)
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
         if not self.plan.addresses.unlike:
@@ -103,11 +97,9 @@ class LoopLowering(StackTableLowering):
         self._grads = [None if grad is None else _arranged(grad, member.param) for grad, member in pairs]
         self.table.gradients.publish(self._grads, capturing)
 
-    def measure(self) -> None:
-        TorchLowering.measure(self)
+    measure = Lowering.measure
 
     def launch(self) -> None:
-        assert self._evaluator is not None
         self._evaluator.evaluate(self.table)
         if not self.table.outcome[1]:
             for stack in self.stacks:
@@ -119,7 +111,6 @@ class LoopStack(Stack):
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         super().__init__(plan, positions, key)
-        self.loops: Callable[[Sequence[int]], StackLoops] | None = None
         is_seen = self._axes is None and not plan.sharded
         self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
@@ -140,23 +131,19 @@ class LoopStack(Stack):
         pointers.numpy()[[i for i, _ in present]] = [address for _, address in present]
         if self._own:
             self._run(torch.tensor([row.data_ptr() for row in param], device="cpu"), pointers, buffers, table)
-        held_param, *held_buffers = self._held([param, *buffers])
-        _copy(self._params, held_param.unbind())
-        _copy(self._buffers, held_buffers)
+        self._store([param, *buffers])
 
     def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
-        assert self.loops is not None
         tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
         tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
         given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.loops(self.shape).run(given, table.coefficients.shape[1])
+        self.kernel(self.shape).run(given, table.coefficients.shape[1])
 
 
 class KernelStackLowering(MultiTensorLowering):
     """Runs the step of one plan on a GPU for which :func:`serves_where_they_are` holds."""
 
     name = "stacked"
-    _is_captured = False
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
@@ -177,7 +164,7 @@ class KernelStackLowering(MultiTensorLowering):
 
     def compile(self) -> None:
         super().compile()
-        for stack in (stack for stack in self.stacks if stack.kernels is None):
+        for stack in self.stacks:
             names = [self.plan.members[i].name for i in stack.positions]
             make = functools.partial(_by_shape, triton_stacks.StackKernels, stack.shape)
             stack.kernels = self._log.obtain(_kernels, stack.key, names, make)(stack.shape)
@@ -200,15 +187,15 @@ class KernelStackLowering(MultiTensorLowering):
 class KernelStack:
     """Tensors of one shape at ``positions`` of a plan."""
 
+    kernels: triton_stacks.StackKernels  # once it is compiled
+
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         self.positions, self.key = positions, key
         self.shape = (len(positions), *seen_shape(plan.rule, plan.statics, plan.members[positions[0]].owner.shape))
-        self.kernels: triton_stacks.StackKernels | None = None
         self._index = torch.tensor(positions, device="cpu").to(plan.device)
 
     def update(self, tensors: Tensor, table: CoefficientTable) -> None:
         """Update the tensors, whose rows are ``tensors`` as in a tensor table, with coefficients of ``table``."""
-        assert self.kernels is not None
         given = {"tensors": tensors, "grads": table.grads, "index": self._index, "outcome": table.outcome}
         self.kernels.run(given | {"coefficients": table.coefficients}, table.inputs.shape[1])
 
@@ -229,13 +216,6 @@ def _key(plan: Plan, member: Member, grad_dtype: torch.dtype, source_of: Callabl
     kinds = "" if plan.device.type == "cpu" else str([(size == 1, size % 16 == 0) for size in shape])
     example = _examples.setdefault(source.text + kinds, shape)
     return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
-
-
-def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:
-    """Copy each of ``new`` to where it does not lie already."""
-    for old, tensor in zip(to, new, strict=True):
-        if old.data_ptr() != tensor.data_ptr():
-            old.copy_(tensor)
 
 
 def _arranged(grad: Tensor, param: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from compiled_optim.lowering.kernels.table import (
     upload,
 )
 from compiled_optim.lowering.kernels.triton import current_device as current_device
+from compiled_optim.lowering.torch_ops.eager import Lowering
 from compiled_optim.memory import addresses
 from compiled_optim.memory.layout import add_over_shards
 from compiled_optim.memory.torch_internals import Captures
@@ -36,24 +37,22 @@ BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.CppKernel, "cud
 _kernels: dict[KernelKey, Kernel] = {}
 
 
-class Capturable:
+class Capturable(Lowering):
     """A lowering whose launch a CUDA graph can hold: its kernels read tables that are brought up to date outside of it.
 
     Attributes:
-        table: of all parameters of the plan, from :meth:`~compiled_optim.lowering.choice.Lowering.compile` on.
+        table: of all parameters of the plan, from :meth:`compile` on.
     """
 
     table: CoefficientTable
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        self.plan = plan
+        super().__init__(plan, clipping, log)
         self.hypers = HyperPointers(plan, clipping, log)
-        self._clipping = clipping
-        self._log = log
         self._on_device = current_device(plan.device)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        self._square_sum = square_sums
+        super().connect(square_sums, all_square_sums)
         self.table.connect(all_square_sums)
 
     def launch_key(self) -> tuple[object, ...]:
@@ -91,7 +90,6 @@ class MultiTensorLowering(Capturable):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
-        self._grads: Sequence[Tensor | None] = ()  # in their parameters' memory orders, where some had to be copied
 
     def compile(self) -> None:
         positions: dict[KernelKey, list[int]] = {}
@@ -153,11 +151,10 @@ class MultiTensorLowering(Capturable):
                 table.kernel.measure(table)
 
     def launch(self) -> None:
-        if not self._stages:
+        if self._stages:
+            super().launch()
+        else:
             self._step(self.tables)
-            return
-        for _ in self.launch_in_stages():
-            raise AssertionError("totals are over all plans")
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         numbers = self.table.coefficients[1:]
@@ -180,5 +177,4 @@ class MultiTensorLowering(Capturable):
         for grad, order in zip(self._grads, self._orders, strict=False):
             if grad is not None:
                 order.store()
-        self._grads = ()
-        self.plan.finish()
+        super().finish()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -94,6 +94,10 @@ class Entries:
     elected: Tensor  # for each entry, the one that its row elected: (N,) int64
     sums: Tensor  # (N, dense part); at an elected entry the row's gradient, elsewhere 0
 
+    def numel(self) -> int:
+        """How many numbers the gradient has."""
+        return self.sums.numel()
+
 
 def entries_of(grad: Tensor, dtype: torch.dtype, *, distinct: bool) -> Entries:
     """The entries of ``grad``, summed in ``dtype``; ``distinct`` says that no two name the same row."""
@@ -137,10 +141,6 @@ class GatheredRowsLowering(InductorLowering):
 
     _vectors = GatheredRows
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
-        super().__init__(plan, clipping, log, compiled=compiled)
-        self.name = "inductor" if compiled else "eager"
-
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         return kernel_key(self.plan, member, compute_dtype(member.param.dtype), LISTS), True
 
@@ -153,21 +153,11 @@ class GatheredRowsLowering(InductorLowering):
             return entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
 
         given = zip(self.plan.members, self._grads, strict=True)
-        self._entries = [None if grad is None else added_up(member, grad) for member, grad in given]
+        self._grads = [None if grad is None else added_up(member, grad) for member, grad in given]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
-        self._square_sum.fill_(square_sum([e.sums for e in self._entries if e is not None], self.plan.device))
-
-    def finish(self) -> None:
-        super().finish()
-        self._entries = []
-
-    def _update(self, coefficients: Tensor) -> None:
-        """Update the rows that the gradients name."""
-        named = [e if e is not None and e.sums.numel() else None for e in self._entries]
-        for part in self._parts:
-            part.update(named, coefficients)
+        self._square_sum.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
@@ -185,8 +175,6 @@ class RowTableLowering(Capturable):
     """
 
     name = "multi_tensor"
-
-    square_sum_count = 1
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         super().__init__(plan, clipping, log)
@@ -249,11 +237,8 @@ class RowTableLowering(Capturable):
             with self._on_device:
                 self._kernels[0].evaluate(self.table)
 
-    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
-        raise NotImplementedError("totals are of dense gradients")
-
     def finish(self) -> None:
-        self.plan.finish()
+        super().finish()
         for batch in self._prepared:
             batch.finish()
         self._prepared = []

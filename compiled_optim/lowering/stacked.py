@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels.table import CoefficientTable, Kernel
+from compiled_optim.lowering.kernels.table import CoefficientTable
 from compiled_optim.lowering.multi_tensor import Capturable
 from compiled_optim.lowering.owners import Owners, owners
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
@@ -109,7 +109,6 @@ _CPU_ELEMENTS = 1 << 17
 
 _STACKS = "stacks of "  # how the arrangements begin for which Inductor compiles
 _kernels: dict[KernelKey, StackKernel | str] = {}  # or why there is none
-_serial = itertools.count()
 
 
 class StackedLowering(TorchLowering):
@@ -121,9 +120,8 @@ class StackedLowering(TorchLowering):
 
     name = "stacked"
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool) -> None:
-        super().__init__(plan, clipping)
-        self._log = log
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
+        super().__init__(plan, clipping, log)
         self._compiled = compiled
         positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
@@ -149,15 +147,16 @@ class StackedLowering(TorchLowering):
         return Stack(self.plan, positions, key)
 
     def compile(self) -> None:
-        for stack in (stack for stack in self.stacks if stack.kernel is None):
-            names = [self.plan.members[i].name for i in stack.positions]
-            if not self._compiled:
-                stack.kernel = _uncompiled(stack.key)
-            elif not fits_indices(self.plan.device, stack.numel):
-                say_too_large(self._log, names[0])
-                stack.kernel = _uncompiled(stack.key)
-            else:
-                stack.kernel = self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
+        for stack in self.stacks:
+            stack.kernel = self._kernel_of(stack, [self.plan.members[i].name for i in stack.positions])
+
+    def _kernel_of(self, stack: Stack, names: Sequence[str]) -> Any:
+        """What updates ``stack``, whose tensors have these ``names``."""
+        if self._compiled and fits_indices(self.plan.device, stack.numel):
+            return self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
+        if self._compiled:
+            say_too_large(self._log, names[0])
+        return _uncompiled(stack.key)
 
     def launch(self) -> None:
         columns = self._columns()
@@ -193,27 +192,20 @@ class StackTableLowering(Capturable, StackedLowering):
     """Stacks whose coefficients a kernel of the rule evaluates, so that a CUDA graph can hold the step."""
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        StackedLowering.__init__(self, plan, clipping, log, compiled=True)
-        Capturable.__init__(self, plan, clipping, log)
-        self._evaluator: Kernel | None = None
-        self._cached: dict[Stack, Tensor] = {}  # gradients, of the first stacks of several tensors that fit
+        super().__init__(plan, clipping, log)
         several = [stack for stack in self.stacks if len(stack.positions) > 1]
         ends = itertools.accumulate(stack.numel * stack.key.dtypes[1].itemsize for stack in several)
         self._caches = {stack for stack, end in zip(several, ends, strict=True) if end <= _CACHED_BYTES}
-        self._reads_copies = False
 
     def compile(self) -> None:
-        self._compile_evaluator()  # first, since a compiler that does not work says so at once, unlike Inductor
+        # First, since a compiler that does not work says so at once, unlike Inductor.
+        self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
+        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         super().compile()
-
-    def _compile_evaluator(self) -> None:
-        if self._evaluator is None:
-            self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
-            self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         super().prepare(grads, captures)
-        self._cached = {}
+        self._cached: dict[Stack, Tensor] = {}  # gradients, of the first stacks of several tensors that fit
         self._reads_copies = False
         self.hypers.prepare(self.plan.device in captures)
         self.table.gradients.mark(self._grads, self.plan.device in captures)
@@ -241,7 +233,6 @@ class StackTableLowering(Capturable, StackedLowering):
         return [stack_of([grad]) for i in stack.positions if (grad := self._grads[i]) is not None]
 
     def _columns(self) -> Tensor:
-        assert self._evaluator is not None
         with self._on_device:
             self._evaluator.evaluate(self.table)
         numbers = self.table.coefficients
@@ -262,10 +253,11 @@ class Stack:
     Of DTensors, the local shards are stacked.
     """
 
+    kernel: Any  # what updates it, once it is compiled
+
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         self.positions = tuple(positions)
         self.key = key
-        self.kernel: StackKernel | None = None
         self.copied_gradients: Tensor | None = None
         members = [plan.members[i] for i in positions]
         self._params = [m.param.data for m in members]  # the plan counts the versions of the parameters
@@ -299,35 +291,31 @@ class Stack:
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
         """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
-        own = [grads[i] for i in self.positions]
-        if (present := next((grad for grad in own if grad is not None), None)) is None:
-            return None
-        return stack_of([torch.zeros_like(present) if grad is None else grad for grad in own])
+        own = self._filled(grads)
+        return stack_of(own) if own else None
 
     def copy_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
         if self.copied_gradients is None:
-            shape = (len(self.positions), *self._params[0].shape)
-            dtype = self.key.dtypes[1]
-            self.copied_gradients = torch.zeros(shape, dtype=dtype, device=self._params[0].device)
-        pairs = zip(self.copied_gradients.unbind(), (grads[i] for i in self.positions), strict=True)
-        present = [(copy, grad) for copy, grad in pairs if grad is not None]
-        if len(present) < len(self.positions):
+            like = self._params[0]
+            self.copied_gradients = like.new_zeros(len(self.positions), *like.shape, dtype=self.key.dtypes[1])
+        if own := self._filled(grads):
+            torch.stack(own, out=self.copied_gradients)
+        else:
             self.copied_gradients.zero_()
-        if present:
-            torch._foreach_copy_([copy for copy, _ in present], [grad for _, grad in present])
+
+    def _filled(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """The stack's of all ``grads``, 0 where there is none; nothing without any."""
+        own = [grads[i] for i in self.positions]
+        present = next((grad for grad in own if grad is not None), None)
+        return [] if present is None else [torch.zeros_like(present) if grad is None else grad for grad in own]
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
-        assert self.kernel is not None
         param, grad, *buffers = self._whole(grads)
         columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers]
-        held_param, *held_buffers = self._held(new)
-        torch._foreach_copy_(self._params, held_param.unbind())
-        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, held_buffers)
+        self._store(self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers])
 
     def _whole(self, grads: Tensor) -> list[Tensor]:
         """Parameters, ``grads`` and buffers of the tensors that this process updates, as an update sees them."""
@@ -336,13 +324,17 @@ class Stack:
             return list(map(self._seen, self.owners.collect(held)))
         return list(map(self._seen, map(whole_stack, held, self._likes)))
 
-    def _held(self, seen: Sequence[Tensor]) -> list[Tensor]:
-        """Of new parameters and buffers as an update sees them, what this process holds of all tensors."""
+    def _store(self, seen: Sequence[Tensor]) -> None:
+        """Write of new parameters and buffers, as an update sees them, what this process holds of all tensors."""
         kinds = [0, *range(2, len(self._likes))]
         full = [self._as_held(new, self._likes[kind]) for new, kind in zip(seen, kinds, strict=True)]
-        if self.owners is not None:
-            return self.owners.spread(full, kinds)
-        return [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
+        if self.owners is None:
+            held = [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
+        else:
+            held = self.owners.spread(full, kinds)
+        torch._foreach_copy_(self._params, held[0].unbind())
+        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
+            torch._foreach_copy_(self._buffers, held[1:])
 
     def _seen(self, full: Tensor) -> Tensor:
         if self._axes:
@@ -399,23 +391,18 @@ def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]
 def _make(key: KernelKey) -> StackKernel | str:
     sequential, example = key.device in _SEQUENTIAL, functools.partial(_example, key)
     staged = None if sequential else decompositions()
-    graph = obtain_graph(_stack_function(key), example, key.device, OPTIONS | _OPTIONS, staged)
+    graph = obtain_graph(f"{key.rule.name}_stack", _uncompiled(key), example, key.device, OPTIONS | _OPTIONS, staged)
     if isinstance(graph, str):
         return graph
-    made, (any_size, *_) = example("meta")
-
-    def run(tensors: list[Tensor]) -> Sequence[Tensor]:
-        return graph.run({made[0].shape[d]: tensors[0].shape[d] for d in any_size}, tensors)
-
     if not sequential:
-        kinds = [(t.shape[1:], t.dtype) for t in made]
+        kinds = [(t.shape[1:], t.dtype) for t in example("meta")[0]]
         ones = {kind: torch.ones(1, *kind[0], dtype=kind[1], device=key.device) for kind in set(kinds)}
-        run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not
-    return run
+        graph.run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not
+    return graph.run
 
 
-def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
-    """The update, with a code object of its own: Dynamo's recompile limit counts per code object.
+def _uncompiled(key: KernelKey) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+    """The update, uncompiled.
 
     It takes parameter, gradient, buffers and coefficients, and computes in float64 for float64, in float32 for lower dtypes.
     A tensor stays as it is where the second coefficient is not 0. Its results are new tensors: Inductor 2.13 fails on CPUs
@@ -425,24 +412,18 @@ def _stack_function(key: KernelKey) -> Callable[..., tuple[Tensor, ...]]:
     names = ("param", *rule.present_buffers(statics))
     given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
     numbers_of = number_type(rule.coefficient_names(statics))
-    reads_index = rule.reads_index(statics)  # torch 2.11 does not trace what is computed once
 
-    def stack(param: Tensor, grad: Tensor, *rest: Tensor) -> tuple[Tensor, ...]:
+    def stack(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        param, grad, *rest = tensors
         dtype = compute_dtype(param.dtype)
         old = dict(zip(names, (param, *rest), strict=False))
         factor, skip, *numbers = rest[len(names) - 1 :]
         values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
-        if reads_index:
+        if rule.reads_index(statics):
             shape = param.shape[1:]
             values[INDEX] = torch.arange(shape.numel(), dtype=torch.int32, device=param.device).view(1, *shape)
         new = rule.updated(values | {name: old[name].to(dtype) for name in names[1:]})
         live = skip == 0
         return tuple(torch.where(live, new[name].to(tensor.dtype), tensor) for name, tensor in old.items())
 
-    stack.__code__ = stack.__code__.replace(co_name=f"{rule.name}_stack_{next(_serial)}")
     return stack
-
-
-def _uncompiled(key: KernelKey) -> StackKernel:
-    function = _stack_function(key)
-    return lambda tensors: function(*tensors)

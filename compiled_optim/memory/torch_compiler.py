@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.torch_internals import fakes_are_made
+from compiled_optim.memory.torch_internals import fakes_are_made, let_compilers_trace
+
+_serial = itertools.count()
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
@@ -23,31 +26,33 @@ def without_memory() -> contextlib.AbstractContextManager[Any]:
 class CompiledGraph(NamedTuple):
     """What Inductor compiled for ``obtain_graph``.
 
-    ``code`` takes a list of ``order``: for each input, whether it is a tensor, and which of the arguments or which size of
-    the example. ``returned`` are the positions of the function's results among those of ``code``.
+    ``code`` takes a list of ``order``: for each input which of the tensors it is, or whose size, and along which dimension.
+    ``returned`` are the positions of the function's results among those of ``code``.
     """
 
     code: Callable[[list[Any]], Sequence[Any]]
-    order: Sequence[tuple[bool, int]]
+    order: Sequence[tuple[int, int | None]]
     returned: Sequence[int]
 
-    def run(self, sizes: Mapping[int, int], tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The function's results. ``sizes`` maps the example's sizes of dynamic dimensions to those of ``tensors``."""
-        made = self.code([tensors[i] if is_tensor else sizes[i] for is_tensor, i in self.order])
+    def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """The function's results."""
+        made = self.code([tensors[i] if dim is None else tensors[i].shape[dim] for i, dim in self.order])
         return [made[i] for i in self.returned]
 
 
 def obtain_graph(
-    function: Callable[..., Any],
+    name: str,
+    function: Callable[[list[Tensor]], tuple[Tensor, ...]],
     example: Callable[[str], tuple[list[Tensor], Sequence[Sequence[int]]]],
     device: str,
     options: dict[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
 ) -> CompiledGraph | str:
-    """Compile ``function``, which writes into its arguments or returns a tuple of new tensors, with Inductor.
+    """Compile ``function``, which writes into its tensors or returns new ones, with Inductor.
 
     Args:
-        function: traced once; it must have a code object of its own.
+        name: what the code is called, with a number.
+        function: traced once, and not by Dynamo.
         example: makes tensors on a device to compile with, no two the same object, and for each its dimensions that may have
             any size, from 1 on; those of equal size stay equal.
         device: where the code is to run.
@@ -68,6 +73,16 @@ def obtain_graph(
     switched_off = "torch.compile is switched off"
     if dynamo.disable:  # then torch.compile of a whole function is an error
         return switched_off
+
+    def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        return function(tensors)
+
+    def compiled(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return traced(list(tensors))
+
+    let_compilers_trace(traced)
+    # Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
+    compiled.__code__ = compiled.__code__.replace(co_name=f"{name}_{next(_serial)}")
     oblivious = symbolic_shapes.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
     # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
     trusting = config.patch({"cpp.vec_isa_ok": True, **options})
@@ -76,22 +91,33 @@ def obtain_graph(
         for arg, dimensions in zip(args, dynamic, strict=True):
             for dimension in dimensions:
                 mark_dynamic(arg, dimension)
+        sizes = {arg.shape[dim]: (i, dim) for i, arg in enumerate(args) for dim in dynamic[i]}
         try:
-            return _compiled(function, args, decompositions) or switched_off
+            return _compiled(compiled, args, sizes, decompositions) or switched_off
         except BackendCompilerFailed as error:
             message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # the compiler's own first
             return f"Inductor failed: {textwrap.shorten(message, 500, placeholder=' ...')}"
 
 
 def _compiled(
-    function: Callable[..., Any], args: list[Tensor], decompositions: Mapping[Any, Callable[..., Any]] | None
+    function: Callable[..., Any],
+    args: list[Tensor],
+    sizes: Mapping[int, tuple[int, int]],
+    decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> CompiledGraph | None:
-    """What Inductor compiles for ``function`` and ``args``, as Dynamo calls it, which is noted in place of running it."""
+    """What Inductor compiles for ``function`` and ``args``, as Dynamo calls it, which is noted in place of running it.
+
+    ``sizes`` are those of dynamic dimensions, with an argument and a dimension for each.
+    """
     from torch._dynamo import lookup_backend
     from torch._inductor.decomposition import select_decomp_table
 
     inductor: Callable[..., Any] = lookup_backend("inductor")
-    calls: list[tuple[Callable[..., Any], list[tuple[bool, int]], list[Tensor]]] = []
+    calls: list[tuple[Callable[..., Any], list[tuple[int, int | None]], list[Tensor]]] = []
+
+    def place(given: Any) -> tuple[int, int | None]:
+        """Which of ``args`` it is; or whose size it is, an int, and in which dimension."""
+        return (next(i for i, a in enumerate(args) if a is given), None) if isinstance(given, Tensor) else sizes[int(given)]
 
     def backend(module: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
         own = decompositions and {**select_decomp_table(), **decompositions}
@@ -99,12 +125,8 @@ def _compiled(
         count = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
         def first_call(*inputs: Any) -> list[Tensor]:
-            """Tensors themselves tell which is which, a size is an int; the results are stand-ins."""
-            order = [
-                (True, next(i for i, a in enumerate(args) if a is x)) if isinstance(x, Tensor) else (False, int(x))
-                for x in inputs
-            ]
-            calls.append((code, order, [torch.empty(0) for _ in range(count)]))
+            """The results are stand-ins."""
+            calls.append((code, list(map(place, inputs)), [torch.empty(0) for _ in range(count)]))
             return calls[0][2]
 
         return first_call
@@ -113,5 +135,5 @@ def _compiled(
     if not calls:
         return None
     (code, order, outputs), *_ = calls
-    returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results or ()]
+    returned = [next(i for i, o in enumerate(outputs) if o is r) for r in results]
     return CompiledGraph(lambda values: code(*values), order, returned)

@@ -19,9 +19,9 @@ from torch import Tensor
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import first_three
 from compiled_optim.lowering import multi_tensor
-from compiled_optim.lowering.choice import Lowering
 from compiled_optim.lowering.kernels.table import Launch, upload
 from compiled_optim.lowering.kernels.triton import TritonKernel, prepared
+from compiled_optim.lowering.torch_ops.eager import Lowering
 from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy, scalar_dtype
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.plan import Member, Plan

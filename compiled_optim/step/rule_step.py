@@ -12,9 +12,9 @@ from torch import Tensor
 
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import first_three
-from compiled_optim.lowering.choice import LOWERINGS, Lowering, SquareSums, Totals, lower, refuse
+from compiled_optim.lowering.choice import LOWERINGS, SquareSums, Totals, lower, refuse
 from compiled_optim.lowering.multi_tensor import Capturable, MultiTensorLowering
-from compiled_optim.lowering.torch_ops.eager import EagerLowering
+from compiled_optim.lowering.torch_ops.eager import EagerLowering, Lowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.memory import addresses
 from compiled_optim.memory.cache import CompilerError
@@ -124,7 +124,7 @@ class RuleStep(Step):
             view = Plan(rule, plan.statics, plan.members, lambda _: None)
             before = view.scalars.clone()
             begun = zip(plan.members, before[0].tolist(), strict=True)
-            lowering = EagerLowering(view, Clipping(plan.device))
+            lowering = EagerLowering(view, Clipping(plan.device), self._log)
             lowering.prepare([m.owner if m.group in groups and steps else None for m, steps in begun])
             try:
                 lowering.launch()

@@ -1,7 +1,4 @@
-"""The lowering to plain torch operations; and the base class of lowerings that compute coefficients in torch operations.
-
-A step evaluates the coefficients for all tensors of a plan, then the rule's reductions, then the update.
-"""
+"""The base class of all lowerings, the one for torch operations, and the lowering to plain torch operations."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from compiled_optim.lowering.torch_ops.lists import Lists, Values, programs
 from compiled_optim.memory.layout import add_over_shards, as_real, compute_dtype
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping, scaled, square_sum
+from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import NUMBERS, Rule
 
@@ -77,7 +75,68 @@ def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
     outcome.copy_(torch.cat([found, skipped]))
 
 
-class TorchLowering:
+class Lowering:
+    """Runs the step of one plan. It writes compilations and fallbacks to the log.
+
+    A step is :meth:`compile`, :meth:`prepare`, :meth:`measure` where the norm of all gradients is needed, :meth:`launch`,
+    and :meth:`finish`. The device's work is in ``measure`` and ``launch`` alone, and a CUDA graph can repeat it.
+
+    Attributes:
+        name: what reports call it.
+        square_sum_count: how many partial sums :meth:`measure` writes, once it is compiled.
+    """
+
+    name: str
+    square_sum_count = 1
+
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        self.plan, self._clipping, self._log = plan, clipping, log
+        self._grads: Sequence[Any] = ()  # None where there is none
+        self._all_square_sums: Tensor | None = None
+
+    def compile(self) -> None:
+        """Make what does not exist yet: kernels, and the tables they read.
+
+        Raises:
+            RecompileError: that is forbidden here. Nothing is changed then.
+            CompilerError: a kernel does not compile on this machine. Another lowering has to run the plan.
+        """
+
+    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
+        """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
+        self._square_sum, self._all_square_sums = square_sums, all_square_sums
+
+    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
+        """Take what was assigned, and ``grads``, an entry per parameter; None for their own ``grad``.
+
+        Graphs of the devices ``captures`` are being captured.
+        """
+        self._grads = self.plan.gradients(grads)
+
+    def measure(self) -> None:
+        """Write the partial sums of the squares of the prepared gradients."""
+        self._square_sum.fill_(square_sum(self._grads, self.plan.device))
+
+    def launch(self) -> None:
+        """Update every parameter of the plan that has a prepared gradient."""
+        for _ in self.launch_in_stages():
+            raise AssertionError("totals are over all plans")
+
+    def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
+        """As :meth:`launch`, of a rule that has totals.
+
+        At each stage with totals, it yields the sums over the plan, a tensor of shape (totals,). It is sent the sums over
+        all plans, devices and processes, followed by the results of the rule's ``adapt``.
+        """
+        raise NotImplementedError("totals are of dense gradients, and of elementwise rules")
+
+    def finish(self) -> None:
+        """Let go of the gradients."""
+        self.plan.finish()
+        self._grads = ()
+
+
+class TorchLowering(Lowering):
     """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them.
 
     Coefficients are evaluated for all tensors at once, in float64 where the device has it.
@@ -88,14 +147,9 @@ class TorchLowering:
         neutral: the names of those numbers that are 1 for all tensors.
     """
 
-    square_sum_count = 1
-
-    def __init__(self, plan: Plan, clipping: Clipping) -> None:
-        self.plan = plan
-        self._clipping = clipping
-        self._grads: Sequence[Tensor | None] = ()
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
+        super().__init__(plan, clipping, log)
         self._stages = plan.rule.stages(plan.statics)
-        self._all_square_sums: Tensor | None = None
         self.neutral = [name for name, row in plan.numbers.items() if {*row} == {1.0}]
         rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
@@ -105,23 +159,6 @@ class TorchLowering:
         self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
         device = plan.device  # a cache that knows this object would keep it alive
         self._mask_of = functools.lru_cache(256)(lambda marks: torch.tensor(marks, device=device))  # a new one waits for it
-
-    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        self._square_sum, self._all_square_sums = square_sums, all_square_sums
-
-    def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
-        self._grads = self.plan.gradients(grads)
-
-    def measure(self) -> None:
-        self._square_sum.fill_(square_sum(self._grads, self.plan.device))
-
-    def finish(self) -> None:
-        self.plan.finish()
-        self._grads = ()
-
-    def launch(self) -> None:
-        for _ in self.launch_in_stages():
-            raise AssertionError("totals are over all plans")
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         coefficients, mask = self._advance()
@@ -194,13 +231,10 @@ class EagerLowering(TorchLowering):
 
     name = "eager"
 
-    def __init__(self, plan: Plan, clipping: Clipping, *, differentiable: bool = False) -> None:
-        super().__init__(plan, clipping)
+    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, differentiable: bool = False) -> None:
+        super().__init__(plan, clipping, log)
         self._programs = programs(plan.rule, tuple(plan.statics.items()), False)
         self._differentiable = differentiable
-
-    def compile(self) -> None:
-        """There is nothing to compile."""
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         with torch.set_grad_enabled(self._differentiable):

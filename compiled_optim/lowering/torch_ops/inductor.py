@@ -26,8 +26,8 @@ from compiled_optim.lowering.torch_ops import lists
 from compiled_optim.lowering.torch_ops.eager import TorchLowering, evaluated, note_outcome
 from compiled_optim.lowering.torch_ops.lists import Lists, programs, sum_of
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar, scalar_dtype
-from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
-from compiled_optim.memory.torch_internals import compiles_means_with_lists, let_compilers_trace
+from compiled_optim.memory.torch_compiler import obtain_graph
+from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
@@ -54,7 +54,6 @@ _INDICES = (1 << 31) - (1 << 16)
 OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
 _LIST_OPTIONS = {"combo_kernel_max_num_args": 1 << 20}  # a list is one kernel, whatever it reads
 _kernels: dict[KernelKey, Kernel | str] = {}  # or why there is none
-_serial = itertools.count()
 
 
 def fits_indices(device: torch.device, elements: int) -> bool:
@@ -110,8 +109,8 @@ class InductorLowering(TorchLowering):
     _vectors = Vectors
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
-        super().__init__(plan, clipping)
-        self._log = log
+        super().__init__(plan, clipping, log)
+        self.name = "inductor" if compiled else "eager"
         positions: dict[tuple[KernelKey, bool], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.param.numel() > 0:
@@ -194,7 +193,7 @@ class Part:
     ) -> Iterator[tuple[Sequence[int], list[list[Tensor]], Sequence[Tensor]]]:
         """Run a stage on each list: yield the tensors with a gradient, the kernel's arguments for each, and its results."""
         assert self.kernel is not None
-        present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None)
+        present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None and grads[i].numel())
         if not present:
             return
         rows = coefficients.t().index_select(0, self._columns_of(present))
@@ -251,17 +250,12 @@ def _make(key: KernelKey) -> Kernel | str:
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
     for stage, function in uncompiled(key).items():
         example = functools.partial(_example, key, stage, sizes)
-        graph = obtain_graph(_compilable(key, function), example, key.device, options)
+        name = f"{key.rule.name}_{'list' if key.updates else 'coefficients'}"
+        graph = obtain_graph(name, function, example, key.device, options)
         if isinstance(graph, str):
             return graph
-        graphs[stage] = functools.partial(_run, key, graph, sizes)
+        graphs[stage] = graph.run
     return graphs
-
-
-def _run(key: KernelKey, graph: CompiledGraph, example: Sequence[int], tensors: list[Tensor]) -> Any:
-    """Run ``graph``, which was compiled with the sizes of an ``example``: of lists, or of the scalars and the groups."""
-    sizes = map(len, tensors) if key.updates else (tensors[0].shape[1], len(tensors[1]))
-    return graph.run(dict(zip(example, sizes, strict=False)), tensors)
 
 
 def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> tuple[list[Tensor], list[list[int]]]:
@@ -277,25 +271,6 @@ def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> t
     tensors += [torch.ones(_TENSORS, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool)]
     tensors += [torch.ones((), dtype=wide, device=device) for _ in ("total", *NAMES)]
     return tensors, [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))
-
-
-def _compilable(key: KernelKey, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of tensors with a code object and a name of its own. Dynamo is not to trace what it calls.
-
-    Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
-    """
-
-    def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        results: tuple[Tensor, ...] = function(tensors)
-        return results
-
-    def kernel(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return traced(list(tensors))
-
-    name = f"{key.rule.name}_{'list' if key.updates else 'coefficients'}_{next(_serial)}"
-    kernel.__code__ = kernel.__code__.replace(co_name=name)
-    let_compilers_trace(traced)
-    return kernel
 
 
 def uncompiled(key: KernelKey) -> Kernel:
