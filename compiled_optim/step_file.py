@@ -6,7 +6,6 @@ made for, and compared with what it is called with.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import json
 import os
@@ -26,6 +25,13 @@ from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.step.module import StepModule, differences, form
 
 _DESCRIPTION = "compiled_optim.json"
+_REASONS = {
+    "no argument|convert all Tensors": "a tensor that is no parameter, buffer or input: hand it over as one, or write "
+    "torch.full in place of torch.tensor",
+    "hooks of saved tensors|use_reentrant": "activation checkpointing, or other hooks of saved tensors: turn them off",
+    r"data-dependent|\.numpy\(\)": "the value of a tensor, to branch or compute in Python: write torch.where or torch.cond",
+}
+"""By what torch says where it cannot trace, what is used there."""
 
 
 def save_step(
@@ -52,17 +58,14 @@ def save_step(
         The step, as :func:`load_step` does.
 
     Raises:
-        RuntimeError: steps of ``optimizer`` cannot be inlined, or ``loss_of`` reads a tensor that is not handed to it.
-            Or the code cannot be run.
-        TypeError, ValueError: an input is no tensor, a parameter of ``optimizer`` is none of ``model`` or has hooks, or the
-            optimizer is none of this package.
+        RuntimeError: steps of ``optimizer`` cannot be inlined, or ``loss_of`` cannot be traced: it reads a tensor that is
+            not handed to it, or a value, recomputes activations, or calls ``backward``. Or the code cannot be run.
+        TypeError, ValueError: an input or the loss is no tensor, a parameter of ``optimizer`` is none of ``model`` or has
+            hooks, or the optimizer is none of this package.
     """
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    if not isinstance(optimizer, CompiledOptimizer):
-        raise TypeError(f"save_step takes an optimizer of this package, got a {type(optimizer).__name__}")
-
-    model, step = getattr(model, "_orig_mod", model), optimizer.as_module()
+    model, step = _modules(model, optimizer)
     evaluated, tensors, buffers = _Loss(loss_of, model), _tensors(model), dict(step.named_buffers())
     leaves, spec = pytree.tree_flatten(inputs)
     description = _description(model, step, inputs)
@@ -78,6 +81,10 @@ def save_step(
         seen = [t.detach().requires_grad_(i in moving) for i, t in enumerate(given)]
         named = {name: seen[places[id(tensor)]] for name, tensor in _named(evaluated)}
         loss = torch.func.functional_call(evaluated, named, tuple(pytree.tree_unflatten([*rest], spec)))
+        if any(tensor.grad is not None for tensor in seen):
+            raise RuntimeError("loss_of calls backward(), which the step does: return the loss alone")
+        if not isinstance(loss, Tensor) or loss.is_complex() or loss.numel() != 1 or not loss.requires_grad:
+            raise TypeError("loss_of must return one real number, as a tensor that depends on a parameter")
         found = torch.autograd.grad(loss, [seen[i] for i in moving], allow_unused=True)
         with torch.no_grad():
             for name, tensor in _named(evaluated):  # where forward put another tensor in place of a buffer
@@ -89,28 +96,17 @@ def save_step(
         return [loss.detach()]
 
     flat = [*tensors, *buffers.values(), *leaves]
-    graph, error = None, None
     try:
-        with torch.enable_grad():
+        with torch.enable_grad(), torch.autograd.graph.disable_saved_tensors_hooks("hooks of saved tensors"):
             graph = make_fx(train, {torch.ops.aten._foreach_norm.Scalar: _norms}, tracing_mode="fake")(*flat)
-    except AssertionError as raised:
-        if "convert all Tensors" not in str(raised):
+        if len(graph.graph.find_nodes(op="get_attr")):
+            raise AssertionError("a tensor that is no argument")
+    except (AssertionError, RuntimeError) as error:
+        if not (used := [what for said, what in _REASONS.items() if re.search(said, str(error))]):
             raise
-        error = raised
-    if graph is None or len(graph.graph.find_nodes(op="get_attr")):
-        raise RuntimeError(
-            "loss_of or the model uses a tensor that is no parameter, buffer or input: hand it over as one, or write "
-            "torch.full in place of torch.tensor"
-        ) from error
+        raise RuntimeError(f"loss_of or the model uses {used[0]}") from error
     compile_to_file(path, graph, flat, {_DESCRIPTION: json.dumps(description, indent=1)})
-    made = load_step(path, model, optimizer)
-    try:
-        with torch.random.fork_rng(), torch.no_grad():  # what cannot run says so here, and not in another process
-            made._code([tensor.clone() for tensor in flat])
-    except RuntimeError:
-        os.remove(path)
-        raise
-    return made
+    return load_step(path, model, optimizer)
 
 
 def load_step(path: str | os.PathLike[str], model: nn.Module, optimizer: CompiledOptimizer) -> TrainingStep:
@@ -127,12 +123,12 @@ def load_step(path: str | os.PathLike[str], model: nn.Module, optimizer: Compile
             The message names what differs. The function raises it too, where something changed since.
         RuntimeError: steps of ``optimizer`` cannot be inlined.
     """
-    saved: dict[str, str] | None = None
-    with contextlib.suppress(zipfile.BadZipFile), zipfile.ZipFile(path) as file:
-        saved = next((json.loads(file.read(name)) for name in file.namelist() if name.endswith(_DESCRIPTION)), None)
-    if saved is None:
-        raise ValueError(f"{os.fspath(path)} is no file of save_step")
-    step = TrainingStep(saved, getattr(model, "_orig_mod", model), optimizer)
+    try:
+        with zipfile.ZipFile(path) as file:
+            saved = json.loads(file.read(next(name for name in file.namelist() if name.endswith(_DESCRIPTION))))
+    except (zipfile.BadZipFile, StopIteration) as error:
+        raise ValueError(f"{os.fspath(path)} is no file of save_step") from error
+    step = TrainingStep(saved, model, optimizer)
     step._code = load_compiled_file(path)
     return step
 
@@ -144,8 +140,9 @@ class TrainingStep:
     _seen: Any = None  # what was compared last
 
     def __init__(self, saved: Mapping[str, str], model: nn.Module, optimizer: CompiledOptimizer) -> None:
-        self._saved, self._model, self._optimizer = saved, model, optimizer
-        self._begin()
+        self._saved, self._optimizer = saved, optimizer
+        self._model, self._step = _modules(model, optimizer)
+        self._compare(None)
 
     def __call__(self, *inputs: Any) -> Tensor:
         """Take a step; returns the loss."""
@@ -154,7 +151,7 @@ class TrainingStep:
             try:
                 self._step.check()
             except RuntimeError:
-                self._begin()  # others of the same form will do
+                self._step, self._seen = self._optimizer.as_module(), None  # others of the same form will do
             own = _tensors(self._model)
             flat = [*own, *self._step.buffers(), *leaves]
             kinds = [(t.dtype, t.shape, t.stride(), t.device) if isinstance(t, Tensor) else t for t in flat]
@@ -170,16 +167,19 @@ class TrainingStep:
             engine.steps += 1
         return loss
 
-    def _begin(self) -> None:
-        self._step = self._optimizer.as_module()
-        self._seen = None
-        self._compare(None)
-
     def _compare(self, inputs: Sequence[Any] | None) -> None:
         now = _description(self._model, self._step, inputs)
         left = {name: text for name, text in self._saved.items() if inputs is not None or not name.startswith("input")}
         if found := differences(left, now):
-            raise ValueError(f"the file holds a step of something else: {first_three(found)}")
+            raise ValueError(f"the file holds another step: {found}; undo that, or call save_step again")
+
+
+def _modules(model: Any, optimizer: Any) -> tuple[nn.Module, StepModule]:
+    """The model that was perhaps compiled, and the step of the optimizer; ``TypeError`` where they are something else."""
+    if not (isinstance(model, nn.Module) and isinstance(optimizer, CompiledOptimizer)):
+        got = f"{type(model).__name__} and {type(optimizer).__name__}"
+        raise TypeError(f"a step takes a torch.nn.Module and an optimizer of this package, got {got}")
+    return getattr(model, "_orig_mod", model), optimizer.as_module()
 
 
 def _has_hooks(tensor: Tensor) -> bool:
@@ -221,10 +221,10 @@ def _description(model: nn.Module, step: StepModule, inputs: Sequence[Any] | Non
     firsts: dict[int, str] = {}
     order = {id(param): place for place, param in enumerate(step.params)}
     if found["schedules"] != "[]":
-        raise ValueError(f"a file cannot hold the functions of opt.schedule, here of {found['schedules']}")
+        raise ValueError(f"a file cannot hold the functions of opt.schedule, here of {found['schedules']}: use a scheduler")
     for name, tensor in _named(model):
         if _has_hooks(tensor):
-            raise ValueError(f"'{name}' has hooks for its gradient, which a file cannot hold")
+            raise ValueError(f"'{name}' has hooks for its gradient, which a file cannot hold: remove them")
         is_tied = f", tied to {first}" if (first := firsts.setdefault(id(tensor), name)) != name else ""
         owner = f"parameter {order[id(tensor)]}" if id(tensor) in order else "none"
         text = f"{form(tensor)}, requires_grad={tensor.requires_grad}, {owner} of the optimizer{is_tied}"

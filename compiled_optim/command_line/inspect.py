@@ -1,7 +1,8 @@
 """Look into a checkpoint: names, dtypes, shapes, step counts, ranges of moments, what is dead or not finite.
 
 CHECKPOINT is what the command convert reads: files of torch.save or safetensors, and folders. Nothing in it is executed. A
-parameter is dead if it took steps and its averages are all 0, as if it never had a gradient.
+parameter is dead if it took steps and its averages are all 0, as if it never had a gradient. ASGD and SGD without
+momentum have no averages to tell.
 """
 
 from __future__ import annotations
@@ -52,11 +53,19 @@ def run(options: argparse.Namespace) -> int:
     found = {what: names for what, names in found.items() if names}
     if checkpoint.lost:
         found["left out, as it cannot be read"] = [checkpoint.lost]
+    taken = [r for r in records if r["step"] or (r["step"] is None and r["state"])]
+    blind = [r["name"] for r in taken if not _averages(r)]
     groups = [numbers(group) for group in checkpoint.content["param_groups"]]
     show(
         options,
-        {"file": str(options.checkpoint), "groups": groups, "parameters": records, "findings": found},
-        lambda: _drawn(options.checkpoint, groups, records, found),
+        {
+            "file": str(options.checkpoint),
+            "groups": groups,
+            "parameters": records,
+            "findings": found,
+            "without_averages": blind,
+        },
+        lambda: _drawn(options.checkpoint, groups, records, found, blind),
     )
     return 1 if found else 0
 
@@ -85,9 +94,14 @@ def _range(value: Tensor) -> dict[str, Any]:
     return found | {"non_finite": real.numel() - finite.numel()}
 
 
+def _averages(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The averages of gradients in the state of a parameter."""
+    return {key: entry for key, entry in record["state"].items() if FORM.sub("", key) in _AVERAGES}
+
+
 def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """What is probably wrong, with the names of its parameters."""
-    averages = [{key: e for key, e in r["state"].items() if FORM.sub("", key) in _AVERAGES} for r in records]
+    averages = [_averages(r) for r in records]
     moved = [bool(held) if r["step"] is None else r["step"] > 0 for r, held in zip(records, averages, strict=True)]
     ranges = [[e for e in held.values() if "max" in e] for held in averages]
     judged = [*zip(records, moved, ranges, strict=True)]
@@ -104,7 +118,9 @@ def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     yield from ((what, names) for what, names in listed.items() if names)
 
 
-def _drawn(path: Path, groups: list[Any], records: list[Any], found: Mapping[str, list[str]]) -> Iterator[Any]:
+def _drawn(
+    path: Path, groups: list[Any], records: list[Any], found: Mapping[str, list[str]], blind: list[str]
+) -> Iterator[Any]:
     from rich.text import Text
 
     total, counts = sum(r["bytes"] for r in records), sorted({r["step"] for r in records if r["step"] is not None})
@@ -126,6 +142,8 @@ def _drawn(path: Path, groups: list[Any], records: list[Any], found: Mapping[str
     columns = {"name": "bold cyan", "shape": ".", "step": ">", "state": ".", "dtype": ".dim"}
     yield table({**columns, "min": ">", "max": ">", "mean |x|": ">"}, rows)
     yield from findings((f"{what}: {_first(names)}" for what, names in found.items()), "nothing is wrong in it")
+    if blind:
+        yield Text(f"whether gradients were 0 cannot be seen, as state has no averages: {_first(blind)}", style="dim")
 
 
 def _first(names: list[str]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
+import shutil
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ import compiled_optim as co
 from compiled_optim.command_line.parts.output import show, table
 
 _BAR = 30  # characters of the longest
+_ROOM = 80  # columns of a window that has room for all of the list
 _SOURCE = re.compile(r" \((?:[^()]|\([^()]*\))*\)|^\w+: ")  # a source, and the name that stands beside it already
 _FORMS = re.compile(r".*_(int8|scale)$|kahan_comp|remainder|master_param")  # which state has with some arguments
 
@@ -49,12 +51,13 @@ def _record(info: co.OptimizerInfo) -> dict[str, Any]:
 
 
 def _many(infos: list[co.OptimizerInfo]) -> Any:
-    rows = []
+    rows, has_room = [], shutil.get_terminal_size().columns >= _ROOM
     for info in infos:
         smallest = min(info.bytes_per_parameter.items(), key=lambda item: item[1], default=("", None))
         own = [info.bytes_per_parameter.get(name) for name in ("float32", "bfloat16")]
-        numbers = [None if number is None else f"{number:.1f}" for number in (*own, smallest[1])]
-        rows.append((info.name, info.kind, *numbers, _capital(_SOURCE.sub("", info.summary)).replace("``", "")))
+        wide, half, least = (None if number is None else f"{number:.1f}" for number in (*own, smallest[1]))
+        numbers = (info.kind, wide, half, least) if has_room else (None, wide, None, least)
+        rows.append((info.name, *numbers, _capital(_SOURCE.sub("", info.summary)).replace("``", "")))
     columns = {"optimizer": ".bold cyan", "works on": ".dim", "float32": ">", "bfloat16": ">", "least": ">green", "": "~"}
     caption = "Bytes for each parameter: weight, gradient and state. Least: with the best of weights= and state_dtype=."
     return table(columns, rows, caption=caption)

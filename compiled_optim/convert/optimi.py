@@ -12,6 +12,7 @@ from compiled_optim.checkpoint.optimi import from_optimi, to_optimi
 from compiled_optim.checkpoint.read import foreign_state, group_names
 from compiled_optim.convert.forms import indexed
 from compiled_optim.convert.whole import Keep
+from compiled_optim.rule.transforms import DECOUPLED
 
 
 def ours(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
@@ -20,7 +21,13 @@ def ours(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str,
 
 
 def theirs(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
-    """The indexed state dict with optimi's names and meaning."""
+    """The indexed state dict with optimi's names and meaning; of Adam's, a group must say how it decays weights."""
+    for i, group in enumerate(state_dict["param_groups"]):
+        is_stable = "capturable" in group and "amsgrad" not in group  # StableAdamW, of which no group says how
+        if group.keys() >= {"betas", "eps"} and not (group.keys() & {*DECOUPLED, "adam_wd", "k"} or is_stable):
+            raise ValueError(
+                f"param_groups[{i}] has decoupled_weight_decay=unknown: add it to the group, True for AdamW, False for Adam"
+            )
     kinds = [kind for name in co.__all__ if isinstance(kind := getattr(co, name), type)]
     optimizers = [kind for kind in kinds if issubclass(kind, co.CompiledOptimizer)]
     return _converted(lambda content: to_optimi(content, *optimizers), indexed(state_dict), keep)

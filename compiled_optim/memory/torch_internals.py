@@ -299,16 +299,18 @@ def mend_tracing() -> None:
 
 
 def compile_to_file(path: str | os.PathLike[str], graph: Any, example: Sequence[Tensor], texts: dict[str, str]) -> None:
-    """Compile a graph of tensors into a file that holds ``texts`` too, each under its name."""
+    """Compile a graph of tensors into a file that holds ``texts`` too, each under its name; none if it cannot run."""
     from torch._inductor import aot_compile
     from torch.export.pt2_archive._package import package_pt2
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies its descriptions of arguments, which warn
-        files: Any = aot_compile(graph, tuple(example), options={"aot_inductor.package": True})
     with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(path))) as folder:
-        package = package_pt2(os.path.join(folder, "code.pt2"), aoti_files=files, extra_files=texts)
-        os.replace(str(package), path)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies its descriptions of arguments, which warn
+            files: Any = aot_compile(graph, tuple(example), options={"aot_inductor.package": True})
+        package = str(package_pt2(os.path.join(folder, "code.pt2"), aoti_files=files, extra_files=texts))
+        with torch.random.fork_rng(), torch.no_grad():
+            load_compiled_file(package)([tensor.clone() for tensor in example])
+        os.replace(package, path)
 
 
 def load_compiled_file(path: str | os.PathLike[str]) -> Callable[[list[Tensor]], list[Tensor]]:

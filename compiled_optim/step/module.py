@@ -7,6 +7,7 @@ that another process compiled finds the tensors of the optimizer that is there.
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ from compiled_optim.memory.torch_internals import called_while_tracing
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.traced import let_trace, run_inlined
+
+_PARTS = re.compile(r", (?![^()]*\))|(?: with )?[{}] ?")  # between them, in a description
 
 
 class StepModule(nn.Module):
@@ -94,7 +97,7 @@ class StepModule(nn.Module):
             raise RuntimeError(f"a step of {kind} cannot be a module: {reason}{advice}")
         if self._inlined is not None and self._inlined is not found:
             changed = differences(self.description, self._described(found))
-            what = first_three(changed) or "groups or state were replaced by others of the same form"
+            what = changed or "groups or state were replaced by others of the same form"
             raise RuntimeError(f"{kind} changed after as_module(), which must be called again: {what}")
         return found
 
@@ -122,9 +125,13 @@ def form(tensor: Tensor) -> str:
     return f"{kind} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
 
 
-def differences(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """What ``now`` says otherwise than ``before``."""
+def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
+    """The first thing of which ``now`` says something else than ``before``, and how many more there are; or nothing."""
     # Buffers, which follow from the rest, are last, and in each half what came or went is first.
     names = sorted({**before, **now}, key=lambda name: ("/" in name, name in before and name in now))
-    both = [(name, before.get(name, "absent"), now.get(name, "absent")) for name in names]
-    return [f"{name} was {old} and is {new}" for name, old, new in both if old != new]
+    if not (found := [name for name in names if before.get(name) != now.get(name)]):
+        return ""
+    parts = itertools.zip_longest(*(_PARTS.split(side.get(found[0], "absent")) for side in (before, now)), fillvalue="")
+    old, new = ([*filter(None, each)] for each in zip(*[pair for pair in parts if pair[0] != pair[1]], strict=True))
+    more = f", and {len(found) - 1} more changed" if len(found) > 1 else ""
+    return f"{found[0]} was {first_three(old)} and is {first_three(new)}{more}"

@@ -88,13 +88,13 @@ def list_optimizers(pattern: str = "*") -> list[str]:
     """List the names of optimizers.
 
     Args:
-        pattern: shell-style, such as ``"*adam*"``, in any case.
+        pattern: shell-style, such as ``"*adam*"``, in any case, with or without underscores.
 
     Returns:
         The names that it matches, sorted.
     """
     every = (name for file in _files() for name, _ in _in_file(file))
-    return sorted(name for name in every if fnmatchcase(name, pattern.lower()))
+    return sorted(n for n in every if any(fnmatchcase(spelled, pattern.lower()) for spelled in (n, n.replace("_", ""))))
 
 
 def optimizer_info(name: str) -> OptimizerInfo:

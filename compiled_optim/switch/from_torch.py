@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from compiled_optim.checkpoint.state_dict import copied
 from compiled_optim.groups.param_group import group_keys
+from compiled_optim.groups.parameters import first_three, named_parameters
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper, Static
 from compiled_optim.rule.storage import HALVES
@@ -25,7 +27,7 @@ from compiled_optim.state_dicts import labeling
 from compiled_optim.switch.libraries import LIBRARIES, Kind, Packed
 
 
-def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None, **options: Any) -> CompiledOptimizer:
+def from_torch(optimizer: Optimizer, *, schedulers: Any = None, **options: Any) -> CompiledOptimizer:
     """Make the optimizer of this package that goes on where ``optimizer`` is: ``opt = co.from_torch(opt)``.
 
     ``optimizer`` may be of torch.optim, of optimi, or of bitsandbytes (Adam, AdamW, Lion, SGD, RMSprop and Adagrad), or a
@@ -39,9 +41,9 @@ def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None,
 
     Args:
         optimizer: the optimizer. A subclass may replace no method of its library's class but the constructor.
-        schedulers: the schedulers that drive the old optimizer. They drive the new one from now on: each attribute that is
-            the old optimizer becomes the new one, in nested schedulers too. ``()`` leaves all as they are. Schedulers that
-            are not torch's are not missed if they are absent here.
+        schedulers: the scheduler that drives the old optimizer, or a list of all that do. They drive the new one from now
+            on: each attribute that is the old optimizer becomes the new one, in nested schedulers too. ``()`` leaves all as
+            they are. Schedulers that are not torch's are not missed if they are absent here.
         **options: arguments of the new optimizer that the groups do not have, such as ``weights``, ``state_dtype``,
             ``max_grad_norm`` and ``lowering``.
 
@@ -56,8 +58,7 @@ def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None,
     if not isinstance(optimizer, Optimizer) or isinstance(optimizer, CompiledOptimizer):
         raise TypeError(f"from_torch takes an optimizer of another library, got {torch.typename(optimizer)}")
     library, source = _source(optimizer)
-    label = f"{library}.{source.__name__}"
-    with labeling(f"cannot switch from {label}"):
+    with labeling(f"cannot switch from {library}.{source.__name__}"):
         _check_as_made(optimizer, source)
         driving = _driving(optimizer, schedulers)
         kind, packed = LIBRARIES[library](optimizer, source, _packed(optimizer))
@@ -70,6 +71,15 @@ def from_torch(optimizer: Optimizer, *, schedulers: Iterable[Any] | None = None,
             given.append(_with_params(kind, group, old, index))
         new = kind(given, **arguments)
         new.load_state_dict({**packed, "param_groups": groups}, hyperparameters="keep")
+    keys = [key for group in groups for key in group["params"]]
+    rounded = [
+        f"{entry} of '{name}'"
+        for key, (name, param) in zip(keys, named_parameters(optimizer.param_groups), strict=True)
+        for entry, before in packed["state"].get(key, {}).items()
+        if getattr(new.state[param].get(entry), "itemsize", 8) < getattr(before, "itemsize", 0)
+    ]
+    if rounded and "state_dtype" not in options:
+        warnings.warn(f"state of more bytes than {kind.__name__} has was rounded: {first_three(rounded)}", stacklevel=2)
     for name in [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]:
         getattr(new, name).update(getattr(optimizer, name))
     new._opt_called = getattr(optimizer, "_opt_called", False)
@@ -94,22 +104,21 @@ def _source(optimizer: Optimizer) -> tuple[str, type[Optimizer]]:
 
 def _check_as_made(optimizer: Optimizer, source: type[Optimizer]) -> None:
     """Raise ``ValueError`` where ``optimizer`` does something else than its library's class ``source`` does."""
-    for kind in type(optimizer).__mro__[: type(optimizer).__mro__.index(source)]:
-        for name in [name for name in vars(kind) if hasattr(source, name) and not name.startswith("__")]:
-            if inspect.unwrap(getattr(kind, name)) is not inspect.unwrap(getattr(source, name)):  # torch wraps every step
-                raise ValueError(f"{torch.typename(optimizer)} has a {name} of its own")
-    if "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise ValueError("somebody replaced its step, and the new one would not have the replacement")
+    for owner in (optimizer, *type(optimizer).__mro__[: type(optimizer).__mro__.index(source)]):
+        for name in [name for name in vars(owner) if callable(getattr(source, name, None)) and not name.startswith("__")]:
+            if inspect.unwrap(getattr(owner, name)) is not inspect.unwrap(getattr(source, name)):  # torch wraps every step
+                who = "it" if owner is optimizer else torch.typename(optimizer)
+                raise ValueError(f"{who} has a {name} of its own, and the new one would not have it")
 
 
-def _driving(optimizer: Optimizer, schedulers: Iterable[Any] | None) -> list[Any]:
+def _driving(optimizer: Optimizer, schedulers: Any) -> list[Any]:
     """The ``schedulers``, and those in them; ``ValueError`` where one does not drive ``optimizer``, or one is absent."""
-    listed = [] if schedulers is None else list(schedulers)
+    listed = [] if schedulers is None else [*schedulers] if isinstance(schedulers, Iterable) else [schedulers]
     for scheduler in listed:
         if getattr(scheduler, "optimizer", None) is not optimizer:
             raise ValueError(f"schedulers: the {type(scheduler).__name__} does not drive it")
     found = [inner for scheduler in listed for inner in _with_inner(scheduler)]
-    if (schedulers is None or listed) and _others(optimizer, found):
+    if schedulers is None or listed:
         gc.collect()  # a scheduler may refer to itself, and be there without a user
         if others := _others(optimizer, found):
             inner = [id(each) for other in others for each in [*_with_inner(other)][1:]]

@@ -20,10 +20,6 @@ Packed: TypeAlias = dict[str, Any]
 """An indexed state dict of an optimizer. A last group without parameters has the constructor's values."""
 
 
-def _of_torch(optimizer: Optimizer, source: type[Optimizer], packed: Packed) -> tuple[Kind, Packed]:
-    return named(source.__name__)[1], packed
-
-
 def _of_optimi(optimizer: Any, source: type[Optimizer], packed: Packed) -> tuple[Kind, Packed]:
     if optimizer.defaults["gradient_release"]:
         raise ValueError("gradient_release=True: hooks in the backward would go on calling the old optimizer")
@@ -111,7 +107,7 @@ def _decoded(entries: Mapping[str, Any], number: int, where: str) -> Tensor:
 
 
 LIBRARIES: dict[str, Callable[[Any, type[Optimizer], Packed], tuple[Kind, Packed]]] = {
-    "torch.optim": _of_torch,
+    "torch.optim": lambda optimizer, source, packed: (named(source.__name__)[1], packed),
     "optimi": _of_optimi,
     "bitsandbytes.optim": _of_bitsandbytes,
     "FusedAdam": _of_fused_adam,

@@ -139,6 +139,29 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
         assert [*_told(capsys, "inspect", "b.pt")[1]["findings"].values()] == [["dead"], ["still"]]
         assert _told(capsys, "inspect", "b.pt", "--names", "still")[0] == 1
 
+    @pytest.mark.parametrize("name", ["ASGD", "SGD"])
+    def test_what_cannot_be_seen(self, name: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save(_trained(kind=getattr(co, name)).state_dict(), "b.pt")
+        records = _told(capsys, "inspect", "b.pt")[1]
+        assert records["without_averages"] == ["a.weight", "a.bias", "dead"]
+        drawn = _drawn(capsys, "inspect", "b.pt", "--names", "dead")
+        assert drawn.endswith("whether gradients were 0 cannot be seen, as state has no averages: dead")
+        assert _told(capsys, "inspect", "a.pt")[1]["without_averages"] == []
+
+    def test_thousands_of_parameters(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        """As lines of text: rich would take many seconds."""
+        content = torch.load("a.pt")
+        [group] = content["param_groups"]
+        group["params"], group["param_names"] = [*range(1500)], [f"layers.{i}.[weight]" for i in range(1500)]
+        content["state"] = dict.fromkeys(range(1500), content["state"][0])
+        torch.save(content, "b.pt")
+        assert main(["inspect", "b.pt"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        at = lines.index("layers.0.[weight]     4 x 3     3  exp_avg     f32    5.6e-1  5.6e-1    5.6e-1")
+        assert lines[at - 1] == "name                  shape  step  state       dtype     min     max  mean |x|"
+        assert lines[at + 2999] == "                                   exp_avg_sq  f32    1.4e-2  1.4e-2    1.4e-2"
+        assert lines[-1] == "nothing is wrong in it"
+
     def test_double_precision(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         content = torch.load("a.pt")
         for i, number in enumerate((1e300, -1e300, 1e-50)):

@@ -52,6 +52,11 @@ def drawn(capsys: pytest.CaptureFixture[str]) -> Any:
 
 
 class TestList:
+    def test_a_narrow_window_has_room_for_what_they_are(self, monkeypatch: pytest.MonkeyPatch, drawn: Any) -> None:
+        monkeypatch.setenv("COLUMNS", "60")
+        _, listed = drawn("list", "*adamw*")
+        assert " adamw 16.0 6.1 Adam with decoupled" in " ".join(listed.split())
+
     def test_records(self, told: Any) -> None:
         status, records = told("list")
         assert status == 0

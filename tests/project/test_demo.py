@@ -138,3 +138,19 @@ def test_state_that_was_not_resumed_is_noticed(monkeypatch: pytest.MonkeyPatch) 
 
 def test_is_short() -> None:
     assert sum(len(path.read_text().splitlines()) for path in (ROOT / "tools" / "demo").glob("*.py")) <= 300
+
+
+@pytest.mark.parametrize("mode", ["eager", "whole-step"])
+def test_the_bar_says_what_is_slow_and_no_loss_before_there_is_one(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+
+    def track(batches: object, text: str, *options: object, **others: object) -> None:
+        said.append(text)
+        raise InterruptedError
+
+    monkeypatch.setattr(command, "track", track)
+    monkeypatch.setattr(sys, "argv", ["tools/run", "--modes", mode])
+    monkeypatch.setattr(torch._logging, "set_logs", lambda **levels: None)
+    with torch._dynamo.config.patch(trace_autograd_ops=True), pytest.raises(InterruptedError):
+        command.main()
+    assert said == [{"eager": "eager", "whole-step": "whole-step (the first step compiles)"}[mode]]

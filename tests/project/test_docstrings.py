@@ -66,3 +66,10 @@ def test_no_relative_clause_hangs_on_nothing() -> None:
         for match in re.finditer(r"\b(of which|that of|what is what)\b.*", path.read_text(), re.IGNORECASE)
     ]
     assert found == []
+
+
+def test_help_begins_with_one_signature_and_the_arguments() -> None:
+    """Python lists the constructor again, far below."""
+    first = pydoc.plain(pydoc.render_doc(co.AdamW)).partition("Method resolution order")[0]
+    assert first.count(", lr: float") == 1
+    assert "betas: how much of the average" in first

@@ -103,17 +103,17 @@ BUDGET = {
     "": 3132,
     "capture": 1126,
     "checkpoint": 1262,
-    "command_line": 1562,
-    "convert": 1351,
+    "command_line": 1603,
+    "convert": 1358,
     "groups": 1277,
     "lowering": 4942,
-    "memory": 1223,
+    "memory": 1225,
     "optimizers": 1898,
     "plan": 841,
     "rule": 2802,
     "simulated": 716,
-    "step": 2108,
-    "switch": 494,
+    "step": 2115,
+    "switch": 499,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

@@ -13,6 +13,7 @@ import torch
 import torch._dynamo
 from readme import READMES, ROOT, generated
 
+import compiled_optim as co
 from compiled_optim import rule
 
 FIRST, *OTHERS = READMES
@@ -186,3 +187,11 @@ def test_a_figure_that_was_not_measured_is_not_fresh() -> None:
     assert ratio is not None
     wrong = text.replace(ratio[1], "0.01", 1)
     assert generated(wrong) == text != wrong
+
+
+def test_the_advice_which_optimizer_to_take_names_those_that_there_are() -> None:
+    text = (ROOT / "compiled_optim/optimizers/README.md").read_text()
+    advice = text.partition("Take the optimizer")[2].partition("\n\n")[0]
+    names = re.findall(r"`(\w+)`", advice)
+    assert names[0] == "AdamW"
+    assert {"MuonAdamW", "SGD", "AdamWScheduleFree"} <= {*names} <= {*co.__all__}

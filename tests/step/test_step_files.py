@@ -14,9 +14,10 @@ import torch
 from new_process import printed_by
 from other_process import Model, X, batch_of, go_on, loss_of, optimizer_of, saved, scheduler_of
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import compiled_optim as co
-from compiled_optim import step_file
+from compiled_optim.memory import torch_internals
 from compiled_optim.step_file import TrainingStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
@@ -86,7 +87,7 @@ def test_it_does_what_an_eager_step_does(kept: Path) -> None:
 
 
 WRONG: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
-    "a wider model": (lambda: _pair(Model(9)), r"parameter first\.weight was .*\(8, 4\).* and is .*\(9, 4\)"),
+    "a wider model": (lambda: _pair(Model(9)), r"parameter frozen was .*\(8,\).* and is .*\(9,\)"),
     "in evaluation": (lambda: _pair(Model().eval()), r"module '' was .*training=True and is .*training=False"),
     "another number": (
         lambda: _pair(_changed(lambda m: setattr(m.norm, "eps", 0.2))),
@@ -94,7 +95,7 @@ WRONG: dict[str, tuple[Callable[[], tuple[nn.Module, Any]], str]] = {
     ),
     "a parameter thaws": (lambda: _pair(_changed(lambda m: m.frozen.requires_grad_())), "frozen.* was absent and is "),
     "another optimizer": (lambda: _pair(Model(), kind=co.Lion), "optimizer was AdamW and is Lion"),
-    "a choice": (lambda: _pair(Model(), amsgrad=True), r"rule of first\.weight was .*'amsgrad': False.*'amsgrad': True"),
+    "a choice": (lambda: _pair(Model(), amsgrad=True), r"rule of \w+ was 'amsgrad': False and is 'amsgrad': True"),
     "a sign": (lambda: _pair(Model(), maximize=True), "maximize=False.* and is .*maximize=True"),
     "without clipping": (
         lambda: _pair(Model(), max_grad_norm=None, skip_nonfinite=False),
@@ -128,7 +129,9 @@ def test_other_surroundings_are_refused(kept: Path, tmp_path: Path) -> None:
                 text = json.dumps({**json.loads(text), "torch": "2.0", "processor": "abacus"}).encode()
             new.writestr(name, text)
     model = Model()
-    with pytest.raises(ValueError, match=r"torch was 2\.0 and is .*, processor was abacus and is "):
+    with pytest.raises(
+        ValueError, match=r"step: torch was 2\.0 and is .*, and 1 more changed; undo that, or call save_step"
+    ):
         _load(tmp_path / "other", model, optimizer_of(model))
     (tmp_path / "other").write_text("text")
     with pytest.raises(ValueError, match="is no file of save_step"):
@@ -237,7 +240,10 @@ def test_a_module_is_a_step() -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
-    "momentum begins": (lambda o: o.param_groups[0].update(momentum=0.9), "momentum_buffer/weight was absent"),
+    "momentum begins": (
+        lambda o: o.param_groups[0].update(momentum=0.9),
+        "rule of weight was 'momentum': False and is 'momentum': True",
+    ),
     "state is rebound": (
         lambda o: o.state[o.param_groups[0]["params"][0]].update(step=torch.tensor(3.0, dtype=torch.float64)),
         "groups or state were replaced by others of the same form",
@@ -271,6 +277,80 @@ def test_what_cannot_be_in_a_file(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="parameters that are none of the model: weight, bias"):
         co.save_step(tmp_path / "file", loss_of, nn.Linear(4, 1), optimizer, X)
     assert [*tmp_path.iterdir()] == []
+
+
+class _Recomputing(nn.Linear):
+    is_reentrant = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.relu(super().forward(x))
+        return checkpoint(lambda x: torch.dropout(x, 0.5, True), hidden, use_reentrant=self.is_reentrant)  # type: ignore[no-any-return]
+
+
+class _Reentrant(_Recomputing):
+    is_reentrant = True
+
+
+def _backward(model: nn.Module, x: Tensor) -> Tensor:
+    loss = model(x).sum()
+    loss.backward(retain_graph=True)
+    return loss
+
+
+UNTRACED: dict[str, tuple[type[nn.Module], Callable[..., Any], type[Exception], str]] = {
+    "recomputed": (_Recomputing, lambda m, x: m(x).sum(), RuntimeError, "uses activation checkpointing, .*: turn them off"),
+    "reentrant": (_Reentrant, lambda m, x: m(x).sum(), RuntimeError, "uses activation checkpointing, .*: turn them off"),
+    "a branch": (
+        nn.Linear,
+        lambda m, x: m(x).sum() if m(x).sum() > 0 else x.sum(),
+        RuntimeError,
+        r"the value.*torch\.where",
+    ),
+    "an index": (
+        nn.Linear,
+        lambda m, x: m(x)[int(x[0, 0])].sum(),
+        RuntimeError,
+        r"uses the value of a tensor.*torch\.where",
+    ),
+    "NumPy": (nn.Linear, lambda m, x: m(x).sum() * float(x.numpy()[0, 0]), RuntimeError, "uses the value of a tensor"),
+    "backward": (nn.Linear, _backward, RuntimeError, r"loss_of calls backward\(\), which the step does: return the loss"),
+    "nothing": (nn.Linear, lambda m, x: None, TypeError, "loss_of must return one real number"),
+    "several": (nn.Linear, lambda m, x: m(x), TypeError, "loss_of must return one real number"),
+    "detached": (nn.Linear, lambda m, x: m(x).sum().detach(), TypeError, "a tensor that depends on a parameter"),
+    "complex": (nn.Linear, lambda m, x: m(x).sum() * 1j, TypeError, "loss_of must return one real number"),
+}
+
+
+@pytest.mark.parametrize("case", UNTRACED)
+def test_a_loss_that_cannot_be_in_a_file_is_named(case: str, tmp_path: Path) -> None:
+    kind, loss, error, message = UNTRACED[case]
+    model: Any = kind(4, 2)  # type: ignore[call-arg]
+    optimizer = _without_momentum(model)
+    with pytest.raises(error, match=message) as raised:
+        co.save_step(tmp_path / "file", loss, model, optimizer, X)
+    assert len(str(raised.value)) < 160
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_no_compilation_is_for_a_folder_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = nn.Linear(4, 1)
+    monkeypatch.setattr(torch._inductor, "aot_compile", None)
+    with pytest.raises(FileNotFoundError, match="none"):
+        co.save_step(tmp_path / "none" / "file", lambda m, x: m(x).sum(), model, _without_momentum(model), X)
+
+
+def test_messages_have_one_difference(kept: Path) -> None:
+    """And of a long text only the part that differs."""
+    for pair, found in (
+        (_pair(Model(9)), r"parameter frozen was float32 \(8,\).* and is .*, and \d+ more changed"),
+        (
+            _pair(Model(), amsgrad=True),
+            r"rule of \w+ was 'amsgrad': False and is 'amsgrad': True, and \d+ more changed",
+        ),
+        (_pair(Model().eval()), r"module '' was training=True and is training=False, and \d+ more changed"),
+    ):
+        with pytest.raises(ValueError, match=f"^the file holds another step: {found}; undo that, or call save_step again$"):
+            _load(kept, *pair)
 
 
 def _loss(params: dict[str, Tensor], x: Tensor, y: Tensor) -> Tensor:
@@ -407,18 +487,26 @@ def test_the_optimizer_must_be_of_the_model_in_its_order(counting: Path) -> None
     model = _Counting()
     with pytest.raises(ValueError, match="none of the optimizer"):
         _load(counting, _Counting(), _without_momentum(model))
-    with pytest.raises(TypeError, match="an optimizer of this package"):
-        co.save_step(counting, _squares, model, torch.optim.SGD(model.parameters()), _BATCH)  # type: ignore[arg-type]
+    theirs: Any = torch.optim.SGD(model.parameters())
+    with pytest.raises(TypeError, match="an optimizer of this package, got _Counting and SGD"):
+        co.save_step(counting, _squares, model, theirs, _BATCH)
+    with pytest.raises(TypeError, match="an optimizer of this package, got _Counting and SGD"):
+        co.load_step(counting, model, theirs)
+    swapped: Any = _squares
+    with pytest.raises(TypeError, match=r"a torch.nn.Module and .*, got function and SGD"):
+        co.load_step(counting, swapped, _without_momentum(model))
 
 
 def test_what_cannot_run_is_an_error_where_it_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's code of an LSTM cannot; no file is left that fails in another process."""
-    model = _Counting()
+    """As torch's code of an LSTM cannot; no file is left that fails in another process, and an earlier one stays."""
+    model, file = _Counting(), tmp_path / "step.file"
+    file.write_text("earlier")
 
     def failing(tensors: list[Tensor]) -> list[Tensor]:
         raise RuntimeError("there is no such operator")
 
-    monkeypatch.setattr(step_file, "load_compiled_file", lambda path: failing)
+    monkeypatch.setattr(torch_internals, "load_compiled_file", lambda path: failing)
     with pytest.raises(RuntimeError, match="no such operator"):
-        co.save_step(tmp_path / "step.file", _squares, model, _without_momentum(model), _BATCH)
-    assert list(tmp_path.iterdir()) == []
+        co.save_step(file, _squares, model, _without_momentum(model), _BATCH)
+    assert list(tmp_path.iterdir()) == [file]
+    assert file.read_text() == "earlier"

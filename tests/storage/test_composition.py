@@ -451,3 +451,26 @@ def test_what_is_excluded_is_updated_as_ever(dtype: torch.dtype, lowering: str) 
         optimizer.step()
         theirs.step()
     torch.testing.assert_close(params[0], twins[0])
+
+
+def test_150_steps_in_fewer_bytes_are_those_of_float32() -> None:
+    """Whose loss bfloat16 alone misses by some percent."""
+    generator = torch.Generator().manual_seed(1)
+    x, y = (torch.randn(rows, 64, generator=generator) for rows in (256, 64))
+    target = (x @ y / 8).sin()
+
+    def loss_after(kind: Any, dtype: torch.dtype, **options: Any) -> float:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64)).to(dtype)
+        optimizer = kind(model.named_parameters(), lr=3e-4, **options)
+        for _ in range(150):
+            optimizer.zero_grad()
+            loss = (model(x.to(dtype)).float() - target).square().mean()
+            loss.backward()
+            optimizer.step()
+        return loss.item()
+
+    wanted = loss_after(co.AdamW, torch.float32)
+    assert loss_after(torch.optim.AdamW, torch.bfloat16) > 1.02 * wanted
+    for options in ({"weights": "split8", "state_dtype": "int8"}, {"weights": "kahan"}, {"weights": "stochastic"}):
+        assert abs(loss_after(co.AdamW, torch.bfloat16, **options) / wanted - 1) < 0.01

@@ -33,6 +33,8 @@ def test_every_optimizer_is_listed() -> None:
 def test_patterns_list_some() -> None:
     assert co.list_optimizers("*ADAM") == ["adam", "mup.adam", "nadam", "radam", "sparse_adam"]
     assert co.list_optimizers("lion") == ["lion"]
+    assert co.list_optimizers("AdamWSchedule*") == co.list_optimizers("adamw_schedule*") == ["adamw_schedule_free"]
+    assert co.list_optimizers("MuonAdamW") == ["muon_adamw"]
     assert co.list_optimizers("nothing") == []
 
 

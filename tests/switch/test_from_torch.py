@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -196,6 +197,30 @@ def test_a_scheduler_that_is_not_passed_is_named() -> None:
     assert (old.step, old.param_groups[0]["lr"]) == (step, rates)
 
 
+def test_one_scheduler_needs_no_list() -> None:
+    old = _adamw()
+    scheduler = lr_scheduler.StepLR(old, 3)
+    new: Any = co.from_torch(old, schedulers=scheduler)
+    assert scheduler.optimizer is new
+    with pytest.raises(ValueError, match="schedulers: the int does not drive it"):
+        co.from_torch(_adamw(), schedulers=3)
+
+
+def test_state_of_more_bits_than_there_will_be_is_named() -> None:
+    model = nn.Linear(3, 2).double()
+    old = torch.optim.AdamW(model.named_parameters())
+    model(torch.ones(3, dtype=torch.float64)).sum().backward()
+    old.step()
+    co.from_torch(old)
+    model.float()  # which does not convert the optimizer's state
+    with pytest.warns(
+        UserWarning, match=r"AdamW has was rounded: exp_avg of 'weight', exp_avg_sq of 'weight', .*and 1 more"
+    ):
+        new = co.from_torch(old)
+    assert new.state[model.weight]["exp_avg"].dtype == torch.float32
+    co.from_torch(old, state_dtype=torch.float32)
+
+
 def test_schedulers_of_others_are_refused() -> None:
     old, other = _adamw(), _adamw()
     for scheduler in (lr_scheduler.StepLR(other, 3), 3):
@@ -337,6 +362,19 @@ def _patched() -> Optimizer:
     return old
 
 
+def _with_own_zero_grad() -> Optimizer:
+    old = _adamw()
+    old.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
+    return old
+
+
+def _patched_and_scheduled() -> Optimizer:
+    old = _adamw()
+    old.step = types.MethodType(_OwnStep.step, old)  # type: ignore[method-assign]
+    old.scheduler = lr_scheduler.StepLR(old, 3)  # type: ignore[attr-defined]
+    return old
+
+
 def _with_group(**entries: Any) -> Optimizer:
     old = _adamw()
     old.param_groups[0].update(entries)
@@ -371,7 +409,9 @@ def _with_stale_state() -> Optimizer:
         ),
         (lambda: _Foreign([nn.Parameter(torch.ones(2))]), ValueError, r"_Foreign: torch.optim, optimi, bits.* are known$"),
         (lambda: _Wrapper(_adamw()), ValueError, r"_Wrapper: .*known; pass its .optimizer, a torch.optim.adamw.AdamW"),
-        (_patched, ValueError, "torch.optim.AdamW: somebody replaced its step"),
+        (_patched, ValueError, "torch.optim.AdamW: it has a step of its own, and the new one would not have it"),
+        (_patched_and_scheduled, ValueError, "torch.optim.AdamW: it has a step of its own"),
+        (_with_own_zero_grad, ValueError, "torch.optim.AdamW: it has a zero_grad of its own"),
         (lambda: _with_group(lr=-1.0), ValueError, "torch.optim.AdamW: Invalid learning rate: -1.0"),
         (lambda: _with_group(amsgrad="yes"), TypeError, "torch.optim.AdamW: amsgrad of param_groups"),
         (lambda: _with_group(decoupled_weight_decay=False), ValueError, "torch.optim.AdamW: .*decoupled_weight_decay"),

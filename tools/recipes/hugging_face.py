@@ -1,8 +1,9 @@
 """Hugging Face's Trainer with any optimizer of this package by name: ``--optim adamw``, or ``Arguments(optim="lion")``.
 
 TrainingArguments takes the names that transformers has. Two short subclasses take those of ``co.list_optimizers()`` instead.
-``optim_args`` has further arguments in JSON, and parameter groups with their decay are the Trainer's. A Trainer without this
-takes one class: ``optimizer_cls_and_kwargs=(co.AdamW, {"lr": 1e-3})``.
+``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` count where they are not transformers' defaults. ``optim_args`` has more
+arguments in JSON, and parameter groups with their decay are the Trainer's. A Trainer without this takes one class:
+``optimizer_cls_and_kwargs=(co.AdamW, {"lr": 1e-3})``.
 """
 
 import dataclasses
@@ -32,7 +33,12 @@ class ByName(Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
-        return co.optimizer_info(args.optim).cls, {"lr": args.learning_rate, **json.loads(args.optim_args or "{}")}
+        given = {"lr": args.learning_rate}
+        if (betas := (args.adam_beta1, args.adam_beta2)) != (0.9, 0.999):  # transformers' defaults; each class has its own
+            given["betas"] = betas
+        if args.adam_epsilon != 1e-8:
+            given["eps"] = args.adam_epsilon
+        return co.optimizer_info(args.optim).cls, given | json.loads(args.optim_args or "{}")
 
 
 def train(line, resume=None):
@@ -52,7 +58,7 @@ def train(line, resume=None):
 with tempfile.TemporaryDirectory() as folder:
     train(f"--output_dir {folder}/1 --optim adamw")
     train(f"--output_dir {folder}/2 --optim adamw", resume=f"{folder}/1/checkpoint-10")
-    train(f'--output_dir {folder}/3 --optim lion --optim_args {{"betas":[0.9,0.95],"max_grad_norm":0.5}}')
+    train(f'--output_dir {folder}/3 --optim lion --adam_beta2 0.95 --optim_args {{"max_grad_norm":0.5}}')
 
 # Prints, in 19 s:
 # <class 'compiled_optim.optimizers.adamw.AdamW'>: loss 1.707

@@ -8,7 +8,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ import torch
 _UNITS = ("", "k", "M", "G", "T")
 _WIDE = 500  # columns of a file or pipe
 _NAME = 12  # columns that a name has, however narrow the window
+_LONG = 1000  # rows of a table that rich draws, which takes it seconds for some thousands
 
 
 def needed(module: str, purpose: str, extra: str = "cli") -> Any:
@@ -43,7 +44,10 @@ def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[
         if columns := getattr(each, "columns", ()):
             each.expand = each.expand and not is_free
             console.width = max(usual, sum(column.min_width + 2 for column in columns))  # rich drops columns if it must
-        console.print(each)
+        if isinstance(each, str):
+            console.out(each, highlight=False)
+        else:
+            console.print(each)
         console.width = usual
 
 
@@ -64,13 +68,19 @@ def _plain(value: Any) -> Any:
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: str = "", caption: str = "") -> Any:
-    """A table without empty columns. Styles: ``>`` to the right, ``.`` in one line, ``~`` cut to fit, or a colour."""
+    """A table without empty columns; text, if it is long.
+
+    Styles: ``>`` to the right, ``.`` in one line, ``~`` cut to fit, or a colour. Text has no colour and fits no window.
+    """
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
+    if len(listed := [*rows]) > _LONG:
+        plain = [[cell.plain if isinstance(cell, Text) else text(cell) for cell in row] for row in listed]
+        return "\n".join(filter(None, [title, *_lines(columns, plain), caption]))
     cells = [
-        [cell if isinstance(cell, Text) else Text(text(cell)) for cell in row] for row in rows
+        [cell if isinstance(cell, Text) else Text(text(cell)) for cell in row] for row in listed
     ]  # brackets are no markup
     filled = [i for i in range(len(columns)) if not cells or any(row[i].plain for row in cells)]
     made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
@@ -92,6 +102,16 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: s
     for row in cells:
         made.add_row(*(row[i] for i in filled))
     return made
+
+
+def _lines(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The filled columns of a table, aligned, below their names."""
+    listed = [
+        [cell.rjust(widest) if ">" in style else cell.ljust(widest) for cell in (name, *column)]
+        for (name, style), column in zip(columns.items(), zip(*rows, strict=True), strict=True)
+        if any(column) and (widest := max(map(len, (name, *column))))
+    ]
+    return ("  ".join(line).rstrip() for line in zip(*listed, strict=True))
 
 
 def text(value: Any, digits: int = 4) -> str:
