@@ -103,7 +103,16 @@ def test_what_is_named_with_a_seed_does_not() -> None:
 
 
 def test_a_seed_holds_for_what_is_named_in_every_process(pytestconfig: pytest.Config) -> None:
-    command = [sys.executable, "-m", "pytest", "--numprocesses=1", "-q", "--selection=7", "tests/lowering/test_launches.py"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--numprocesses=1",
+        "-q",
+        "--selection=7",
+        "--slow=1",
+        "tests/lowering/test_launches.py",
+    ]
     done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
