@@ -131,7 +131,7 @@ def form(tensor: Tensor) -> str:
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first thing of which ``now`` says something else than ``before``, and how many more there are; or nothing."""
+    """The first thing that ``now`` says otherwise than ``before``, and how many more there are; or nothing."""
     # Buffers, which follow from the rest, are last, and in each half what came or went is first.
     names = sorted({**before, **now}, key=lambda name: ("/" in name, name in before and name in now))
     if not (found := [name for name in names if before.get(name) != now.get(name)]):
