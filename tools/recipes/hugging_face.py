@@ -1,9 +1,6 @@
 """Hugging Face's Trainer with any optimizer of this package by name: ``--optim adamw``, or ``Arguments(optim="lion")``.
 
-TrainingArguments takes the names that transformers has. Two short subclasses take those of ``co.list_optimizers()`` instead.
-``adam_beta1``, ``adam_beta2`` and ``adam_epsilon`` count where they are not transformers' defaults. ``optim_args`` has more
-arguments in JSON, and parameter groups with their decay are the Trainer's. A Trainer without this takes one class:
-``optimizer_cls_and_kwargs=(co.AdamW, {"lr": 1e-3})``.
+``optim_args`` has more in JSON. A Trainer without this takes one: ``optimizer_cls_and_kwargs=(co.AdamW, {"lr": 1e-3})``.
 """
 
 import dataclasses
@@ -33,12 +30,9 @@ class ByName(Trainer):
 
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
-        given = {"lr": args.learning_rate}
-        if (betas := (args.adam_beta1, args.adam_beta2)) != (0.9, 0.999):  # transformers' defaults; each class has its own
-            given["betas"] = betas
-        if args.adam_epsilon != 1e-8:
-            given["eps"] = args.adam_epsilon
-        return co.optimizer_info(args.optim).cls, given | json.loads(args.optim_args or "{}")
+        adam = {("betas", (args.adam_beta1, args.adam_beta2)), ("eps", args.adam_epsilon)}
+        given = dict(adam - {("betas", (0.9, 0.999)), ("eps", 1e-8)})  # each class has defaults of its own
+        return co.optimizer_info(args.optim).cls, {"lr": args.learning_rate, **given, **json.loads(args.optim_args or "{}")}
 
 
 def train(line, resume=None):
