@@ -57,7 +57,10 @@ def run(options: argparse.Namespace) -> int:
             for name, value in _numbers(optimizer):
                 curves.setdefault(name, []).append(value)
             if step + 1 < steps:
-                scheduler.step()
+                try:
+                    scheduler.step()
+                except ArithmeticError as error:
+                    raise ValueError(f"step {step + 1} of {source!r} fails: {error}") from error
     moving = {name: values for name, values in curves.items() if min(values) != max(values)}
     constant = {name: values[0] for name, values in curves.items() if name not in moving and name not in ("lr",)}
     moving = {"lr": curves["lr"], **moving}

@@ -92,7 +92,12 @@ def list_optimizers(pattern: str = "*") -> list[str]:
 
     Returns:
         The names that it matches, sorted.
+
+    Raises:
+        TypeError: ``pattern`` is no string.
     """
+    if not isinstance(pattern, str):
+        raise TypeError(f"the pattern of names of optimizers must be a string, got {pattern!r}")
     every = (name for file in _files() for name, _ in _in_file(file))
     return sorted(n for n in every if any(fnmatchcase(spelled, pattern.lower()) for spelled in (n, n.replace("_", ""))))
 
@@ -134,7 +139,7 @@ def named(name: str) -> tuple[str, type[CompiledOptimizer]]:
             for full, kind in _in_file(file):
                 if _plain(full) == _plain(name):
                     return full, kind
-    near = list_optimizers(f"{name}.*") or difflib.get_close_matches(name.lower(), list_optimizers(), n=5)
+    near = list_optimizers(f"{name}.*") or difflib.get_close_matches(name.lower().rpartition(".")[2], list_optimizers(), n=5)
     hint = f"did you mean {' or '.join(near)}?" if near else "co.list_optimizers() lists all"
     raise ValueError(f"no optimizer is called {name!r}; {hint}")
 

@@ -66,6 +66,7 @@ def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 ERRORS = {
+    "preview StepLR(step_size=0)": "step 1 of 'StepLR(step_size=0)' fails: integer modulo by zero",
     "list adamm": "no optimizer is called 'adamm'; did you mean adam",
     "explain nowhere": "'nowhere' is neither a file nor package.module:name, such as torch.nn:Transformer",
     "explain torch.nn:Lineal": "torch.nn:Lineal: AttributeError: module 'torch.nn' has no attribute 'Lineal'",

@@ -103,7 +103,7 @@ BUDGET = {
     "": 3132,
     "capture": 1126,
     "checkpoint": 1262,
-    "command_line": 1603,
+    "command_line": 1606,
     "convert": 1358,
     "groups": 1277,
     "lowering": 4942,
@@ -113,7 +113,7 @@ BUDGET = {
     "rule": 2802,
     "simulated": 716,
     "step": 2115,
-    "switch": 499,
+    "switch": 504,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

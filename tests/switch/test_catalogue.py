@@ -105,10 +105,16 @@ def test_what_the_class_takes_is_taken() -> None:
     assert [group["param_names"] for group in groups] == [["1.weight"], ["0.weight", "1.bias"]]
 
 
+def test_a_pattern_is_a_string() -> None:
+    with pytest.raises(TypeError, match="pattern of names of optimizers must be a string, got None"):
+        co.list_optimizers(None)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("name", "error", "said"),
     [
         ("adamv", ValueError, "'adamv'; did you mean .*adamw"),
+        ("torch.optim.AdamV", ValueError, "'torch.optim.AdamV'; did you mean .*adamw"),
         ("schedulefree", ValueError, "did you mean adamw_schedule_free"),
         ("mup", ValueError, "did you mean mup.adam or mup.adamw or mup.sgd"),
         ("*adam*", ValueError, r"no optimizer is called '\*adam\*'"),
