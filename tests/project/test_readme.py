@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -116,6 +117,19 @@ def test_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert max(state["step"] for state in opt.state.values()) > 0
     if "compile_report" in block:
         assert "100 steps" in capsys.readouterr().out
+
+
+TOOLS = sorted(path.name for path in (ROOT / "tools").iterdir() if path.is_file() and os.access(path, os.X_OK))
+
+
+@pytest.mark.parametrize("tool", TOOLS)
+def test_every_tool_explains_itself(tool: str) -> None:
+    """Before it installs or runs anything."""
+    command = [sys.executable, f"tools/{tool}", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"tools/{tool}" in done.stdout
+    assert "installing" not in done.stdout + done.stderr
 
 
 # How a test runs each command of the READMEs; ``tools/test`` in its own environment, as a newcomer would.

@@ -62,7 +62,7 @@ def test_another_process_goes_on(kept: Path, tmp_path: Path) -> None:
     for part in ("model", "optimizer", "scheduler", "random"):
         assert _equal(end[part], whole[part]), part
     assert (end["compilers"], end["started"]) == ([], 0)
-    assert float(seconds) < 10  # some hundredths where nothing else runs
+    assert float(seconds) < 1  # of the processor, to load it and for the first step
 
 
 def test_it_does_what_an_eager_step_does(kept: Path) -> None:
