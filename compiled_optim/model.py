@@ -167,8 +167,9 @@ def to_low_precision(
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of ``module``, under all of their names."""
     for prefix, each in module.named_modules(remove_duplicate=False):
-        yield from each.named_parameters(prefix, recurse=False, remove_duplicate=False)
-        yield from each.named_buffers(prefix, recurse=False, remove_duplicate=False)
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):  # a module may list others, or fewer
+            if tensor is not None:
+                yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
 def _by_first_name(entries: Iterable[tuple[str, Tensor]]) -> dict[str, Listed]:

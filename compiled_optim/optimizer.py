@@ -711,6 +711,10 @@ def prepare_load(
     step, groups = engine.current(), engine.distinct_groups
     prepare = functools.partial(checkpoint.prepare_load, engine.kinds, groups, engine.state, engine.aliases)
     load = step.prepare_load(saved, functools.partial(prepare, strict=strict, hyperparameters=hyperparameters))
-    watches = step.watches.values() if isinstance(step, RuleStep) else ()
-    load.afterwards += [engine.accumulated.forget, engine.note_names, *(watch.note_load for watch in watches)]
+
+    def note_load() -> None:
+        for watch in optimizer._watchable().watches.values() if engine.is_watching else ():
+            watch.note_load()
+
+    load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]
     return load

@@ -128,7 +128,10 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
         ValueError: optimi has no optimizer like ``kind``, or lacks what a group chose and no state dict tells.
     """
     declaration, update = kind._declaration, getattr(kind, "update", kind)
-    if not (update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS):
+    hypers = {hyper.name for hyper in declaration.hypers}
+    options = _form(hypers | {static.name for static in declaration.statics}) or frozenset()
+    is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS
+    if not is_theirs or hypers - {"max_lr"} != {"lr", "weight_decay", *options} - {"adam_wd"}:
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(groups):
         if (is_scaled := Scale.is_read(group.get("lr_scale"))) or group.get("weights") == "stochastic":

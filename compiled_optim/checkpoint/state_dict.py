@@ -8,6 +8,7 @@ them keeps working. What hooks and wrappers keep in an optimizer's state is fore
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import functools
@@ -42,7 +43,7 @@ from compiled_optim.checkpoint.read import (
 )
 from compiled_optim.groups.param_group import ParamGroup, is_own
 from compiled_optim.groups.parameters import advising
-from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, spread_like
+from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale
@@ -479,13 +480,18 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
 def copy_all(copies: Copies) -> None:
     """Copy each source into its target, as if all at once. DTensors are spread over the processes one at a time.
 
-    A source that shares storage with a target, as live tensors of a state dict may, is cloned before anything is written.
+    A source that lies in the memory of a target, as live tensors of a state dict may, is cloned before anything is written.
     """
     moving = [(target, source) for target, source in copies if not is_same(target, source)]
-    written = {local(target).untyped_storage().data_ptr() for target, _ in moving}
-    apart = [
-        s.clone() if isinstance(s, Tensor) and local(s).untyped_storage().data_ptr() in written else s for _, s in moving
-    ]
+    spans = sorted([span(local(target)) for target, _ in moving])
+    starts, ends = [start for start, _ in spans], list(itertools.accumulate([end for _, end in spans], max))
+
+    def is_written(source: Tensor) -> bool:
+        start, end = span(local(source))
+        before = bisect.bisect_left(starts, end)
+        return before > 0 and ends[before - 1] > start
+
+    apart = [s.clone() if isinstance(s, Tensor) and is_written(s) else s for _, s in moving]
     for (target, _), source in zip(moving, apart, strict=True):
         target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 
@@ -495,8 +501,7 @@ def write(*loads: PreparedLoad) -> None:
     """Write ``loads`` that were all prepared: first the tensors, which a source of another load may lie in."""
     for load in loads:
         for index, values in load.group_values.items():
-            if values:
-                load.groups[index].refuse_capture(next(iter(values)))
+            load.groups[index].refuse_capture(values)
     copy_all([pair for load in loads for pair in load.copies])
     for load in loads:
         for index, values in load.group_values.items():

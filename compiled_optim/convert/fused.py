@@ -35,7 +35,7 @@ def _our_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise ValueError(f"{where} has bias_correction={group.get('bias_correction')}, without which no Adam here runs")
     if others := [key for key in ("grad_averaging", "max_grad_norm", "norm_type") if key in group]:
         raise ValueError(f"{where} has {', '.join(others)}, which are not FusedAdam's")
-    return {key: value for key, value in group.items() if key not in ("bias_correction", "step")}
+    return {"amsgrad": False, **{key: value for key, value in group.items() if key not in ("bias_correction", "step")}}
 
 
 def _our_entries(entries: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:

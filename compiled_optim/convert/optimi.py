@@ -23,8 +23,7 @@ def ours(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str,
 def theirs(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
     """The indexed state dict with optimi's names and meaning; of Adam's, a group must say how it decays weights."""
     for i, group in enumerate(state_dict["param_groups"]):
-        is_stable = "capturable" in group and "amsgrad" not in group  # StableAdamW, whose groups do not say how
-        if group.keys() >= {"betas", "eps"} and not (group.keys() & {*DECOUPLED, "adam_wd", "k"} or is_stable):
+        if "amsgrad" in group and not group.keys() & {*DECOUPLED}:
             raise ValueError(
                 f"param_groups[{i}] has decoupled_weight_decay=unknown: add it to the group, True for AdamW, False for Adam"
             )

@@ -6,7 +6,7 @@ import ctypes
 import functools
 import math
 import warnings
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any, Generic, TypeVar
 from weakref import WeakValueDictionary
@@ -97,7 +97,10 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         super().__setitem__(key, value)
 
     update_quietly, drop_quietly = dict.update, dict.__delitem__  # without reporting, all or nothing
-    update = MutableMapping.update
+
+    def update(self, /, *args: Any, **kwargs: Any) -> None:
+        for key, value in dict(*args, **kwargs).items():  # which is refused whole
+            self[key] = value
 
     def setdefault(self, key: K, default: Any = None) -> V:
         if key not in self:

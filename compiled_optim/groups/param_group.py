@@ -275,14 +275,14 @@ class ParamGroup(WatchedDict[str, Any]):
                 raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
         return [(e, _without_wait(e)) for e in elements]
 
-    def refuse_capture(self, key: str) -> None:
-        """Raise RuntimeError if a CUDA graph is being captured, before the numbers of ``key`` are written."""
-        if is_capturing(self._device):
+    def refuse_capture(self, keys: Iterable[str]) -> None:
+        """Raise RuntimeError if a CUDA graph is being captured, and one of ``keys`` has numbers."""
+        if (key := next((key for key in keys if key in self._hypers), None)) and is_capturing(self._device):
             where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
             raise RuntimeError(f"{where}, and no replay would repeat that; assign hyperparameters outside")
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
-        self.refuse_capture(key)
+        self.refuse_capture([key])
         for index, (number, (element, value)) in enumerate(zip(self._numbers[key], taken, strict=True)):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:

@@ -162,10 +162,10 @@ def check_names(
     own, every = set(names), [*dict.fromkeys([*names, *aliases])]
     keys = {name: chosen.key_of(name) if by_short_name else name for name in every}
     for name, key in keys.items():
-        if name not in own and key in chosen and chosen[key] != chosen.get(keys[aliases[name]]):
+        if name not in own and key in chosen and chosen[key] != chosen.get(keys.get(aliases[name], aliases[name])):
             raise ValueError(f"{scale.name} has another number for '{key}' than for '{aliases[name]}', which it is tied to")
-    read = set(keys.values())
-    unknown = [key for key in chosen if key not in read]
+    known = {*keys.values(), *(map(canonical_name, every) if by_short_name else ())}
+    unknown = [key for key in chosen if not (key in known or (isinstance(key, str) and canonical_name(key) in known))]
     if not unknown or not names:
         return
     said = f"{scale.name} has a number for {{!r}}, which no parameter is called"

@@ -139,7 +139,9 @@ def named(name: str) -> tuple[str, type[CompiledOptimizer]]:
             for full, kind in _in_file(file):
                 if _plain(full) == _plain(name):
                     return full, kind
-    near = list_optimizers(f"{name}.*") or difflib.get_close_matches(name.lower().rpartition(".")[2], list_optimizers(), n=5)
+    known = list_optimizers()
+    near = list_optimizers(f"{name}.*") or difflib.get_close_matches(name.lower(), known, n=5)
+    near = near or difflib.get_close_matches(name.lower().rpartition(".")[2], known, n=5)
     hint = f"did you mean {' or '.join(near)}?" if near else "co.list_optimizers() lists all"
     raise ValueError(f"no optimizer is called {name!r}; {hint}")
 

@@ -106,9 +106,18 @@ def _check_as_made(optimizer: Optimizer, source: type[Optimizer]) -> None:
     """Raise ``ValueError`` where ``optimizer`` does something else than its library's class ``source`` does."""
     for owner in (optimizer, *type(optimizer).__mro__[: type(optimizer).__mro__.index(source)]):
         for name in [name for name in vars(owner) if callable(getattr(source, name, None)) and not name.startswith("__")]:
-            if inspect.unwrap(getattr(owner, name)) is not inspect.unwrap(getattr(source, name)):  # torch wraps every step
+            if _unwrapped(getattr(owner, name)) is not _unwrapped(getattr(source, name)):
                 who = "it" if owner is optimizer else torch.typename(optimizer)
                 raise ValueError(f"{who} has a {name} of its own, and the new one would not have it")
+
+
+def _module_of(function: Any) -> str:
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))  # which functools.wraps leaves alone
+
+
+def _unwrapped(function: Any) -> Any:
+    """What ``function`` is but for what torch wraps around every step, and schedulers around those of their optimizer."""
+    return inspect.unwrap(function, stop=lambda f: not _module_of(f).startswith("torch."))
 
 
 def _driving(optimizer: Optimizer, schedulers: Any) -> list[Any]:

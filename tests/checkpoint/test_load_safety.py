@@ -569,6 +569,42 @@ class TestSharedMemory:
         co.load_named_state_dict(optimizer, {**saved, "state": spoiled_state})
         assert torch.equal(by_name(optimizer)[name][entry], expected)
 
+    def test_of_two_storages_in_one_memory(self) -> None:
+        """As arrays of numpy are, and shared memory."""
+        optimizer = trained(co.SGD, "abc", momentum=0.5)
+        size = math.prod(SHAPE)
+        memory = bytearray(4 * 3 * size)
+        whole = torch.frombuffer(memory, dtype=torch.float32)
+        whole.copy_(torch.arange(3.0 * size))
+        before = [part.clone() for part in whole.split(size)]
+        for i, param in enumerate(optimizer.param_groups[0]["params"]):
+            part = torch.frombuffer(memory, dtype=torch.float32, count=size, offset=4 * i * size)
+            optimizer.state[param]["momentum_buffer"] = part.view(SHAPE)
+        saved = copy.copy(optimizer.state_dict())
+        for i, j in enumerate((0, 2, 1)):
+            saved["state"][i]["momentum_buffer"] = whole.split(size)[j].view(SHAPE)
+        optimizer.load_state_dict(saved)
+        assert torch.equal(whole, torch.cat([before[j] for j in (0, 2, 1)]))
+
+    def test_beside_other_numbers_in_one_storage_nothing_is_cloned(self) -> None:
+        optimizer = trained(co.SGD, "a", momentum=0.5)
+        both = torch.stack([torch.ones(SHAPE), torch.full(SHAPE, 2.0)])
+        optimizer.state[optimizer.param_groups[0]["params"][0]]["momentum_buffer"] = both[0]
+        saved = optimizer.state_dict()
+        saved["state"][0]["momentum_buffer"] = both[1]
+        cloned: list[Any] = []
+
+        class Seen(TorchDispatchMode):
+            def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+                if func.overloadpacket is torch.ops.aten.clone and args[0].shape == SHAPE:
+                    cloned.append(args[0])
+                return func(*args, **(kwargs or {}))
+
+        with Seen():
+            optimizer.load_state_dict(saved)
+        assert torch.equal(both[0], both[1])
+        assert cloned == []
+
     @pytest.mark.parametrize(("turned", "copied"), [("abcd", 0), ("bacd", 4)])
     def test_only_what_is_overwritten_is_copied(self, turned: str, copied: int) -> None:
         """Two buffers of two parameters; the others are left alone."""

@@ -11,6 +11,7 @@ from catalog import registry, relative_error, required
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim import rule
 
 optimi = pytest.importorskip("optimi")
 
@@ -260,12 +261,21 @@ def test_an_optimizer_of_ones_own_is_refused() -> None:
         def update(param: Any, grad: Any, c: Any, exp_avg: Any) -> Any:
             return {"step": c.lr * grad, "exp_avg": exp_avg}
 
+    class Further(co.Lion):
+        floor = rule.hyper(default=0.0, ge=0, doc="a further number")
+
+        @staticmethod
+        def coefficients(lr: Any, betas: Any, weight_decay: Any, floor: Any) -> Any:
+            return {**co.Lion.coefficients(lr, betas, weight_decay), "floor": floor}
+
     class Same(co.Lion):
         """optimi's, under another name."""
 
     weight = nn.Parameter(torch.ones(2))
     with pytest.raises(ValueError, match="optimi has no Other"):
         co.optimi_state_dict(Other([weight], lr=0.1))
+    with pytest.raises(ValueError, match="optimi has no Further"):
+        co.optimi_state_dict(Further([weight], lr=0.1))
     assert co.optimi_state_dict(Same([weight], lr=0.1))["param_groups"][0]["lr"] == 0.1
 
 

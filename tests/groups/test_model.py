@@ -170,6 +170,13 @@ class TestToLowPrecision:
         for name, value in model.state_dict().items():
             assert torch.equal(value, before[name].to(value.dtype))
 
+    def test_modules_that_list_their_parameters_in_their_own_way(self) -> None:
+        class Own(nn.Linear):
+            def named_parameters(self, recurse: bool = True) -> Any:  # type: ignore[override]
+                return iter(())
+
+        assert {p.dtype for p in co.to_low_precision(Own(2, 2))._parameters.values() if p is not None} == {BF16}
+
     def test_modules_that_convert_in_their_own_way(self) -> None:
         class Own(nn.Linear):
             def _apply(self, fn: Any) -> Any:  # type: ignore[override]

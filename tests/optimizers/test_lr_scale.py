@@ -320,6 +320,17 @@ class TestWhichNamesADictMayHave:
                 optimizer.add_param_group({"params": _params(*names), "lr_scale": scales})
             assert _numbers(optimizer)[-2:] == [0.5, 0.25]
 
+    def test_one_parameter_under_two_names_beside_one_with_a_similar_name(self) -> None:
+        scales = {"norm.weight": 0.5, "module.norm.weight": 0.5}
+        assert _numbers(co.SGD(_params("norm.weight", "norms.weight"), lr_scale=scales)) == [0.5, 1.0]
+
+    def test_a_name_that_was_tied_to_a_parameter_that_is_gone(self) -> None:
+        tied = nn.Parameter(torch.ones(2))
+        optimizer = co.SGD([{"params": [("a", tied), ("head", tied)]}, {"params": _params("b")}])
+        del optimizer.param_groups[0]
+        with pytest.raises(ValueError, match="another number for 'head' than for 'a', which it is tied to"):
+            optimizer.param_groups[0]["lr_scale"] = {"b": 0.5, "head": 0.25}
+
     def test_where_names_are_apart_by_prefixes_alone(self) -> None:
         assert _numbers(co.SGD(_params("a", "module.a"), lr_scale={"a": 0.5})) == [0.5, 1.0]
         assert _numbers(co.SGD(_params("a"), lr_scale={"a": 0.5, "module.a": 0.25})) == [0.5]

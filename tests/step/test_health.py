@@ -220,6 +220,23 @@ def test_moments_that_a_load_lost() -> None:
     assert kinds(unwatched) == {**DEAD, "inner.weight": ["zero moments"]}
 
 
+def test_moments_of_a_parameter_that_had_none_before_the_load() -> None:
+    first, later = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3), requires_grad=False)
+    optimizer = co.AdamW({"first": first, "later": later}, lowering="eager")
+    optimizer.watch_health()
+    for _ in range(3):
+        first.grad = torch.ones(3)
+        optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"][1] = {"step": 5.0, "exp_avg": torch.zeros(3), "exp_avg_sq": torch.zeros(3)}
+    optimizer.load_state_dict(saved)
+    later.requires_grad_()
+    for _ in range(2):
+        first.grad, later.grad = torch.ones(3), torch.ones(3)
+        optimizer.step()
+    assert kinds(optimizer)["later"] == ["zero moments"]
+
+
 def test_an_update_of_an_unusual_size() -> None:
     model, optimizer = made(co.SGD, lr=0.01)
     train(model, optimizer, 30)

@@ -115,6 +115,7 @@ def test_a_pattern_is_a_string() -> None:
     [
         ("adamv", ValueError, "'adamv'; did you mean .*adamw"),
         ("torch.optim.AdamV", ValueError, "'torch.optim.AdamV'; did you mean .*adamw"),
+        ("mup.sdg", ValueError, "did you mean mup.sgd"),
         ("schedulefree", ValueError, "did you mean adamw_schedule_free"),
         ("mup", ValueError, "did you mean mup.adam or mup.adamw or mup.sgd"),
         ("*adam*", ValueError, r"no optimizer is called '\*adam\*'"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import types
@@ -362,6 +363,13 @@ def _patched() -> Optimizer:
     return old
 
 
+def _wrapped() -> Optimizer:
+    old = _adamw()
+    old.scheduler = lr_scheduler.StepLR(old, 3)  # type: ignore[attr-defined]
+    old.step = functools.wraps(old.step)(lambda closure=None: None)  # type: ignore[method-assign]
+    return old
+
+
 def _with_own_zero_grad() -> Optimizer:
     old = _adamw()
     old.zero_grad = lambda set_to_none=True: None  # type: ignore[method-assign]
@@ -411,6 +419,7 @@ def _with_stale_state() -> Optimizer:
         (lambda: _Wrapper(_adamw()), ValueError, r"_Wrapper: .*known; pass its .optimizer, a torch.optim.adamw.AdamW"),
         (_patched, ValueError, "torch.optim.AdamW: it has a step of its own, and the new one would not have it"),
         (_patched_and_scheduled, ValueError, "torch.optim.AdamW: it has a step of its own"),
+        (_wrapped, ValueError, "torch.optim.AdamW: it has a step of its own"),
         (_with_own_zero_grad, ValueError, "torch.optim.AdamW: it has a zero_grad of its own"),
         (lambda: _with_group(lr=-1.0), ValueError, "torch.optim.AdamW: Invalid learning rate: -1.0"),
         (lambda: _with_group(amsgrad="yes"), TypeError, "torch.optim.AdamW: amsgrad of param_groups"),
