@@ -190,7 +190,8 @@ class Run:
         return next(filter(None, found), "tables were made anew")
 
     def release(self) -> None:
-        """Free the graph; the run is of no use then."""
+        """Free the graph; the run is of no use then, but for a step that is under way."""
+        self._guards = []
         if self._graph is not None:
             self._graph.release()
 

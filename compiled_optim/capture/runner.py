@@ -137,9 +137,9 @@ class CUDAGraphRunner:
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of the optimizer whose step the runner holds."""
-        if not isinstance(run := self._alive(), StepRun):
+        if not isinstance(self._run, StepRun):
             raise AttributeError("param_groups")
-        return run.optimizers[0].param_groups
+        return self._run.optimizers[0].param_groups
 
     _step_supports_amp_scaling = True
 

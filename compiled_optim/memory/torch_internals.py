@@ -308,7 +308,8 @@ def compile_to_file(path: str | os.PathLike[str], graph: Any, example: Sequence[
             warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies its descriptions of arguments, which warn
             files: Any = aot_compile(graph, tuple(example), options={"aot_inductor.package": True})
         package = str(package_pt2(os.path.join(folder, "code.pt2"), aoti_files=files, extra_files=texts))
-        with torch.random.fork_rng(), torch.no_grad():
+        devices = {tensor.get_device() for tensor in example if tensor.is_cuda}
+        with torch.random.fork_rng(devices), torch.no_grad():
             load_compiled_file(package)([tensor.clone() for tensor in example])
         os.replace(package, path)
 

@@ -198,8 +198,9 @@ class CompilationLog:
 
 
 def _users_level() -> int:
-    """The ``stacklevel``, for a warning of the caller's, of the line that called this package, past torch's wrappers."""
+    """The ``stacklevel``, for a warning of the caller's, of the line that called this package, past wrappers and threads."""
     frame, level = sys._getframe(1), 1
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in ("compiled_optim", "torch"):
+    passed = ("compiled_optim", "torch", "contextlib", "concurrent", "threading")
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
         frame, level = frame.f_back, level + 1
     return level

@@ -104,7 +104,7 @@ class Plan:
         self.maximizes = [bool(m.groups[m.group].get("maximize")) for m in self.members]
         # The scalars with the graph that a user gave them, for a differentiable step; None where there is none.
         self.recorded_scalars: Tensor | None = None
-        given = [m.entries[name] for name in self.rule.scalar_names for m in self.members]
+        given = self._scalars_of(self.members)
         if any(g.get("differentiable", False) for g in self.groups) and any(entry.requires_grad for entry in given):
             with torch.enable_grad():
                 self.recorded_scalars = torch.stack(given).view(-1, len(self.members))
@@ -220,30 +220,44 @@ class Plan:
     @functools.cached_property
     def scalars(self) -> Tensor:
         """Step counts and the rule's scalars in one float64 tensor of shape (1 + scalars, members)."""
-        self.scalar_blocks = [self._gathered(self.members)]
+        block = self._block_of(self.members)
+        self.scalar_blocks = [self._gathered(self.members) if block is None else block]
         return self.scalar_blocks[0]
 
     def _gather_scalars(self) -> list[Tensor]:
-        """The scalars in few blocks. Blocks of an earlier plan stay: a graph may be reading them."""
+        """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
         together: dict[Tensor | None, list[Member]] = {}
         for member in self.members:
             together.setdefault(member.entries["step"]._base, []).append(member)
-        by_place = [sorted(held, key=lambda m: m.entries["step"].storage_offset()) for held in together.values()]
-        return [self._gathered(held) for held in by_place]
+        blocks, rest = [], []
+        for members in together.values():
+            members.sort(key=lambda m: m.entries["step"].storage_offset())
+            if (block := self._block_of(members)) is None:
+                rest += members
+            else:
+                blocks.append(block)
+        return [*blocks, *([self._gathered(rest)] if rest else [])]
+
+    def _scalars_of(self, members: Sequence[Member]) -> list[Tensor]:
+        return [m.entries[name] for name in self.rule.scalar_names for m in members]
+
+    def _block_of(self, members: Sequence[Member]) -> Tensor | None:
+        """The block that holds the scalars of ``members``, in this order, and nothing else; None if there is none."""
+        if (block := members[0].entries["step"]._base) is None:
+            return None
+        storage = block.untyped_storage()._cdata
+        places = [(e.untyped_storage()._cdata, e.storage_offset()) for e in self._scalars_of(members)]
+        fills = places == [(storage, offset) for offset in range(block.numel())]
+        return block.view(-1, len(members)) if fills else None
 
     def _gathered(self, members: Sequence[Member]) -> Tensor:
-        """The block that the scalars of ``members`` fill in this order; or a new one, and the state gets views of it."""
-        scalars = [m.entries[name] for name in self.rule.scalar_names for m in members]
-        if (block := scalars[0]._base) is not None:
-            storage = block.untyped_storage()._cdata
-            places = [(scalar.untyped_storage()._cdata, scalar.storage_offset()) for scalar in scalars]
-            if places == [(storage, offset) for offset in range(block.numel())]:
-                return block.view(-1, len(members))
-        made = torch.stack(scalars).view(-1, len(members))
-        for row, name in enumerate(self.rule.scalar_names):
+        """The scalars of ``members``, copied into new memory. The state gets views of it."""
+        names = self.rule.scalar_names
+        scalars = torch.stack(self._scalars_of(members)).view(len(names), -1)
+        for row, name in enumerate(names):
             for column, member in enumerate(members):
-                member.put(name, made[row, column])
-        return made
+                member.put(name, scalars[row, column])
+        return scalars
 
 
 def partition(

@@ -44,13 +44,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ByName:
-    """A function of a rule, called with values by name: it gets those that its signature names."""
+    """A function of a rule, called with values by name: it gets those that its signature names; all if it ends in ``**``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function, self.names = function, tuple(inspect.signature(function).parameters)
+        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
+        self._function, self._takes_all = function, inspect.Parameter.VAR_KEYWORD in kinds.values()
+        self.names = tuple(name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD)
 
     def __call__(self, values: Values) -> Any:
-        return self._function(**{n: values[n] for n in self.names if n in values})
+        return self._function(**(values if self._takes_all else {n: values[n] for n in self.names if n in values}))
 
 
 def _once(method: F) -> F:

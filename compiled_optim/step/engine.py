@@ -371,12 +371,13 @@ class Engine:
         Live.send(self.changes)
         self.takes_sparse = any(kind._gradients == "sparse" for kind in self.kinds)
         self.accumulated.keep(p for group in self.groups for p in group["params"])
-        before, self.step = self.step, self._make(self, grad_of)
+        made = self._make(self, grad_of)
+        made.is_in_user_graph = self.step is not None and self.step.is_in_user_graph  # until it is said, below
+        self.step = made
         self._take_name()
         self.changes.pending = False
-        if before is not None:
-            before.leave_graphs()
-        return self.step, None if grads is None else list(map(grad_of, self.params))
+        made.leave_graphs()
+        return made, None if grads is None else list(map(grad_of, self.params))
 
     def _take_name(self) -> None:
         """Take the name by which operators find the engine, for as long as it lives and has these parameters.

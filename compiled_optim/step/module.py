@@ -131,7 +131,8 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
     names = sorted({**before, **now}, key=lambda name: ("/" in name, name in before and name in now))
     if not (found := [name for name in names if before.get(name) != now.get(name)]):
         return ""
-    parts = itertools.zip_longest(*(_PARTS.split(side.get(found[0], "absent")) for side in (before, now)), fillvalue="")
-    old, new = ([*filter(None, each)] for each in zip(*[pair for pair in parts if pair[0] != pair[1]], strict=True))
+    texts = [side.get(found[0], "absent") for side in (before, now)]
+    parts = [pair for pair in itertools.zip_longest(*map(_PARTS.split, texts), fillvalue="") if pair[0] != pair[1]]
+    old, new = (first_three([*filter(None, (pair[i] for pair in parts))]) or texts[i] for i in (0, 1))
     more = f", and {len(found) - 1} more changed" if len(found) > 1 else ""
-    return f"{found[0]} was {first_three(old)} and is {first_three(new)}{more}"
+    return f"{found[0]} was {old} and is {new}{more}"

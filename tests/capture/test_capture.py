@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -862,6 +863,16 @@ class TestTrainingStep:
         assert loss.isfinite()
         train(ours, batch(3))  # the optimizer is free again
 
+    def test_a_release_inside_a_step_comes_after_it(self) -> None:
+        ours = make()
+        runner = co.CUDAGraphRunner(ours.optimizer)
+        for i in range(4):
+            give(ours, i)
+            runner.step()
+        runner.step(runner.release)
+        assert {float(state["step"]) for state in ours.optimizer.state.values()} == {5.0}
+        assert not hasattr(runner, "param_groups")
+
     def test_finalizer_releases_the_graph(self, monkeypatch: pytest.MonkeyPatch) -> None:
         released = []
         original = SimulatedGraph.release
@@ -1026,6 +1037,19 @@ class TestByHand:
         for i in range(3):
             runner(batch(i))
             ours.optimizer.param_groups[0]["lr"] = 0.1  # a warning would be an error
+
+    def test_an_interrupt_does_not_lose_the_warning_of_a_stale_graph(self) -> None:
+        ours = make()
+        give(ours, 0)
+        ours.optimizer.step()
+        graph = _capture_by_hand(ours.optimizer.step)
+        ours.optimizer.param_groups[0]["maximize"] = True
+        interrupted = mock.patch.object(type(engine_of(ours.optimizer)), "_take_name", side_effect=KeyboardInterrupt)
+        with interrupted, pytest.raises(KeyboardInterrupt):
+            ours.optimizer.step()
+        with pytest.warns(RuntimeWarning, match="captured in a CUDA graph, which still uses the old"):
+            ours.optimizer.step()
+        graph.release()
 
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("change", ["first step", "group", "parameter", "clip", "thawed"])

@@ -27,6 +27,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 import compiled_optim as co
+from compiled_optim.optimizer import engine_of
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -267,3 +268,17 @@ def test_what_belongs_to_the_whole_optimizer_is_refused_in_a_group(write: Callab
     with pytest.raises(TypeError, match=r"is an option of the whole optimizer, not of param_groups\[0\]"):
         write(group)
     assert dict(group) == before
+
+
+def test_step_counts_of_regrouped_parameters_are_gathered_anew() -> None:
+    """A step copies what plans share to each block."""
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(8)]
+    kinds = [{"amsgrad": a, "cautious": c} for a in (False, True) for c in (False, True)]
+    optimizer = co.AdamW([{"params": params[2 * i : 2 * i + 2], **kind} for i, kind in enumerate(kinds)])
+    for param in params:
+        param.grad = torch.ones(3)
+    optimizer.step()
+    optimizer.add_param_group({"params": [group["params"].pop() for group in optimizer.param_groups]})
+    optimizer.step()
+    assert [len(lowering.plan.scalar_blocks) for lowering in engine_of(optimizer).step.lowerings] == [1] * 5
+    assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}

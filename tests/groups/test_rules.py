@@ -330,8 +330,9 @@ def test_parameters_that_share_memory_are_updated_in_the_order_of_groups() -> No
         return groups
 
     memory, reference = torch.linspace(-1, 1, 8), torch.linspace(-1, 1, 8)
-    with pytest.warns(RuntimeWarning, match="'p1', 'p2' share memory with other parameters"):
+    with pytest.warns(RuntimeWarning, match="'p1', 'p2' share memory with other parameters") as told:
         co.AdamW(made(memory), lr=0.1, weight_decay=0.5).step()
+    assert told[0].filename == __file__  # past the wrappers of a step
     for group in made(reference):  # one after the other, as torch.optim's loops update them
         kind = co.SGD if "rule" in group else co.AdamW
         given = {key: value for key, value in group.items() if key != "rule"}

@@ -101,18 +101,18 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 BUDGET = {
     "": 3137,
-    "capture": 1126,
+    "capture": 1127,
     "checkpoint": 1270,
     "command_line": 1606,
     "convert": 1357,
     "groups": 1280,
     "lowering": 4942,
-    "memory": 1225,
+    "memory": 1226,
     "optimizers": 1898,
-    "plan": 841,
-    "rule": 2802,
+    "plan": 856,
+    "rule": 2804,
     "simulated": 716,
-    "step": 2115,
+    "step": 2117,
     "switch": 515,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""

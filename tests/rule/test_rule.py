@@ -298,6 +298,28 @@ def test_flags_are_torchs(optimizer: type[co.CompiledOptimizer]) -> None:
     assert optimizer([param], lr=0.1, maximize=True).param_groups[0]["maximize"] is True
 
 
+def test_a_function_with_two_asterisks_gets_everything() -> None:
+    class Momentum(co.CompiledOptimizer):
+        lr: float = hyper(default=0.1)
+        average: torch.Tensor = buffer()
+
+        @staticmethod
+        def coefficients(lr, **others):
+            return dict(lr=lr, count=others["step"])
+
+        @staticmethod
+        def update(param, grad, c, **state):
+            average = state["average"] * 0.5 + grad
+            return dict(step=c.lr * c.count * average, average=average)
+
+    param = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Momentum([param])
+    for _ in range(2):
+        param.grad = torch.ones(2)
+        optimizer.step()
+    torch.testing.assert_close(param.detach(), torch.full((2,), -(0.1 * 1 + 0.2 * 1.5)))
+
+
 def test_words_of_matrices_are_not_for_elements() -> None:
     with pytest.raises(TypeError, match=r"Elementwise\.update uses identity, which is for matrices"):
 

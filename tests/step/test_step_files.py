@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compiled_optim as co
 from compiled_optim.memory import torch_internals
+from compiled_optim.step.module import differences
 from compiled_optim.step_file import TrainingStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
@@ -337,6 +338,11 @@ def test_no_compilation_is_for_a_folder_that_is_not_there(tmp_path: Path, monkey
     monkeypatch.setattr(torch._inductor, "aot_compile", None)
     with pytest.raises(FileNotFoundError, match="none"):
         co.save_step(tmp_path / "none" / "file", lambda m, x: m(x).sum(), model, _without_momentum(model), X)
+
+
+def test_what_differs_between_its_parts_alone_is_shown_whole() -> None:
+    assert differences({"a": "x, y"}, {"a": "x{y"}) == "a was x, y and is x{y"
+    assert differences({"a": "x"}, {"a": "x, y"}) == "a was x and is y"
 
 
 def test_messages_have_one_difference(kept: Path) -> None:
