@@ -336,9 +336,8 @@ def versions() -> str:
     failed = " and ".join(f"{row['failed']} failed with {torch}" for torch, row in rows if row["failed"] != "0")
     revisions = " and ".join(dict.fromkeys(row["commit"] for _, row in rows))
     return _paragraphs(f"""
-        A few cases of the tests of compiled steps, checkpoints and Triton's kernels ran on a CPU under Linux with torch
-        {several}. With each {counts} tests passed, and {failed or "none failed"} (revision
-        {revisions}; `perf/results/versions.csv`).
+        A few of the tests that depend on torch ran with {several}. With each {counts} passed, and
+        {failed or "none failed"} (revision {revisions}; `perf/results/versions.csv`).
     """)
 
 
