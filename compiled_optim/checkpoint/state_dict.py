@@ -483,15 +483,15 @@ def copy_all(copies: Copies) -> None:
     A source that lies in the memory of a target, as live tensors of a state dict may, is cloned before anything is written.
     """
     moving = [(target, source) for target, source in copies if not is_same(target, source)]
-    spans = sorted([span(local(target)) for target, _ in moving])
+    spans = sorted([span(t if type(t) in TORCH_TYPES else local(t)) for t, _ in moving])
     starts, ends = [start for start, _ in spans], list(itertools.accumulate([end for _, end in spans], max))
-
-    def is_written(source: Tensor) -> bool:
-        start, end = span(local(source))
-        before = bisect.bisect_left(starts, end)
-        return before > 0 and ends[before - 1] > start
-
-    apart = [s.clone() if isinstance(s, Tensor) and is_written(s) else s for _, s in moving]
+    sources = [span(s if type(s) in TORCH_TYPES else local(s)) if isinstance(s, Tensor) else (0, 0) for _, s in moving]
+    before = [bisect.bisect_left(starts, end) for _, end in sources]  # how many targets begin before the source ends
+    pairs = zip(moving, sources, before, strict=True)
+    apart = [
+        s.clone() if isinstance(s, Tensor) and count and ends[count - 1] > start else s
+        for (_, s), (start, _), count in pairs
+    ]
     for (target, _), source in zip(moving, apart, strict=True):
         target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 

@@ -277,8 +277,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def refuse_capture(self, keys: Iterable[str]) -> None:
         """Raise RuntimeError if a CUDA graph is being captured, and one of ``keys`` has numbers."""
-        if (key := next((key for key in keys if key in self._hypers), None)) and is_capturing(self._device):
-            where = f"{self.label}[{key!r}] is assigned while a CUDA graph is being captured"
+        if (found := [*filter(self._hypers.__contains__, keys)]) and is_capturing(self._device):
+            where = f"{self.label}[{found[0]!r}] is assigned while a CUDA graph is being captured"
             raise RuntimeError(f"{where}, and no replay would repeat that; assign hyperparameters outside")
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:

@@ -131,7 +131,9 @@ class LoopStack(Stack):
         pointers.numpy()[[i for i, _ in present]] = [address for _, address in present]
         if self._own:
             self._run(torch.tensor([row.data_ptr() for row in param], device="cpu"), pointers, buffers, table)
-        self._store([param, *buffers])
+        held_param, *held_buffers = self._held([param, *buffers])
+        _copy(self._params, held_param.unbind())
+        _copy(self._buffers, held_buffers)
 
     def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
         tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
@@ -216,6 +218,13 @@ def _key(plan: Plan, member: Member, grad_dtype: torch.dtype, source_of: Callabl
     kinds = "" if plan.device.type == "cpu" else str([(size == 1, size % 16 == 0) for size in shape])
     example = _examples.setdefault(source.text + kinds, shape)
     return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
+
+
+def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Copy each of ``new`` to where it does not lie already."""
+    for old, tensor in zip(to, new, strict=True):
+        if old.data_ptr() != tensor.data_ptr():
+            old.copy_(tensor)
 
 
 def _arranged(grad: Tensor, param: Tensor) -> Tensor:

@@ -315,7 +315,11 @@ class Stack:
         param, grad, *buffers = self._whole(grads)
         columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        self._store(self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers])
+        new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers]
+        held_param, *held_buffers = self._held(new)
+        torch._foreach_copy_(self._params, held_param.unbind())
+        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
+            torch._foreach_copy_(self._buffers, held_buffers)
 
     def _whole(self, grads: Tensor) -> list[Tensor]:
         """Parameters, ``grads`` and buffers of the tensors that this process updates, as an update sees them."""
@@ -324,17 +328,13 @@ class Stack:
             return list(map(self._seen, self.owners.collect(held)))
         return list(map(self._seen, map(whole_stack, held, self._likes)))
 
-    def _store(self, seen: Sequence[Tensor]) -> None:
-        """Write of new parameters and buffers, as an update sees them, what this process holds of all tensors."""
+    def _held(self, seen: Sequence[Tensor]) -> list[Tensor]:
+        """Of new parameters and buffers as an update sees them, what this process holds of all tensors."""
         kinds = [0, *range(2, len(self._likes))]
         full = [self._as_held(new, self._likes[kind]) for new, kind in zip(seen, kinds, strict=True)]
-        if self.owners is None:
-            held = [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
-        else:
-            held = self.owners.spread(full, kinds)
-        torch._foreach_copy_(self._params, held[0].unbind())
-        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, held[1:])
+        if self.owners is not None:
+            return self.owners.spread(full, kinds)
+        return [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
 
     def _seen(self, full: Tensor) -> Tensor:
         if self._axes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
+import inspect
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -199,7 +199,8 @@ class CompilationLog:
 
 def _users_level() -> int:
     """The ``stacklevel``, for a warning of the caller's, of the line that called this package, past wrappers and threads."""
-    frame, level = sys._getframe(1), 1
+    frame, level = inspect.currentframe(), 0
+    assert frame is not None
     passed = ("compiled_optim", "torch", "contextlib", "concurrent", "threading")
     while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
         frame, level = frame.f_back, level + 1

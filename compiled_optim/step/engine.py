@@ -375,8 +375,8 @@ class Engine:
         made.is_in_user_graph = self.step is not None and self.step.is_in_user_graph  # until it is said, below
         self.step = made
         self._take_name()
-        self.changes.pending = False
         made.leave_graphs()
+        self.changes.pending = False
         return made, None if grads is None else list(map(grad_of, self.params))
 
     def _take_name(self) -> None:
