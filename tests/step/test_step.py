@@ -82,7 +82,9 @@ def test_one_that_is_made_and_interrupted_is_made_again(stepped: CompiledOptimiz
         before = engine.step
         if not Interruption(point).run(engine.current):
             break
-        assert engine.step is not before or not before.is_current()
+        if engine.step.is_current():  # the interrupt came behind the last line that makes it
+            assert engine.step is not before
+            assert stepped.state.keys() == {*engine.params}
         point += 97
     assert point > 97 * 3
     assert engine.step.is_current()
