@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -122,11 +123,18 @@ def test_code_runs(block: str, capsys: pytest.CaptureFixture[str]) -> None:
 TOOLS = sorted(path.name for path in (ROOT / "tools").iterdir() if path.is_file() and os.access(path, os.X_OK))
 
 
+@pytest.fixture(scope="module")
+def new_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where no environment was made."""
+    ignored = shutil.ignore_patterns(".*", "__pycache__", "results")
+    return Path(shutil.copytree(ROOT, tmp_path_factory.mktemp("new") / "checkout", ignore=ignored))
+
+
 @pytest.mark.parametrize("tool", TOOLS)
-def test_every_tool_explains_itself(tool: str) -> None:
+def test_every_tool_explains_itself(tool: str, new_checkout: Path) -> None:
     """Before it installs or runs anything."""
     command = [sys.executable, f"tools/{tool}", "--help"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=new_checkout, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert f"tools/{tool}" in done.stdout
     assert "installing" not in done.stdout + done.stderr

@@ -6,7 +6,6 @@ compared, for every parameter and state tensor, with what the reference makes of
 
 from __future__ import annotations
 
-import argparse
 import copy
 import io
 import math
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from interruptions import Interruption
 from reference import naive_module
+from soak_options import OPTIMIZERS, parse
 from torch import Tensor, nn
 from walks import walks
 
@@ -29,13 +29,6 @@ import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper, Static
 
-OPTIMIZERS: dict[str, dict[str, Any]] = {
-    "AdamW": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3, "weight_decay": 0.1, "amsgrad": True},
-    "SGD": {"lr": 0.01, "momentum": 0.7, "weight_decay": 0.1, "nesterov": True},
-    "Muon": {"lr": 0.01, "momentum": 0.7, "weight_decay": 0.1},
-    "Adafactor": {"lr": 0.01, "weight_decay": 0.1, "eps": (1e-4, 1e-3)},
-    "SparseAdam": {"lr": 0.01, "betas": (0.8, 0.95), "eps": 1e-3},
-}
 TOLERANCE = {"Muon": 0.1}  # of the distance moved, since its iteration is in bfloat16
 
 
@@ -371,13 +364,7 @@ def soak(name: str, steps: int, seed: int = 0, lowering: str = "auto") -> Counte
 
 def main() -> int:
     """Run the optimizers asked for."""
-    parser = argparse.ArgumentParser(prog="tools/soak", description=__doc__.partition("\n")[0])
-    parser.add_argument("--steps", type=int, default=10_000, help="of each optimizer (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--optimizer", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
-    parser.add_argument("--lowering", default="auto", choices=("auto", "multi_tensor", "inductor", "eager"))
-    parser.add_argument("--walks", type=int, default=0, help="go so many random walks, from --seed on, in place of that")
-    args = parser.parse_args()
+    args = parse(sys.argv[1:])
     if args.walks:
         return min(walks(args.walks, args.seed), 1)
     for name in args.optimizer:
