@@ -62,15 +62,11 @@ def source(key: KernelKey) -> str:
 
 
 class _Store(NamedTuple):
-    """A statement that stores an ``expression``, for each element or once for each group of them.
-
-    ``bits`` are those that go to an ``address`` in pairs, as :data:`_PAIRS` has them.
-    """
+    """A statement that stores an ``expression``, as the ``text`` says, or by its ``bits`` where ``array`` is of pairs."""
 
     expression: str
     text: str
-    grouped: bool = False
-    address: str = ""
+    array: Array | None = None  # None for a sum
     bits: str = ""
 
 
@@ -88,8 +84,10 @@ _PAIRS = {
     torch.float16: _Pair("pair32", ("float16::value({} & 0xffff)", "float16::value({} >> 16)"), "{} | ({} << 16)"),
     torch.int16: _Pair("pair32", ("shift_right_({} << 16, 16)", "shift_right_({}, 16)"), "({} & 0xffff) | ({} << 16)"),
     torch.int8: _Pair("pair16", ("shift_right_({} << 24, 24)", "shift_right_({} << 16, 24)"), "({} & 0xff) | ({} << 8)"),
+    torch.uint8: _Pair("pair16", ("({} & 0xff)", "({} >> 8)"), "({} & 0xff) | ({} << 8)"),
 }
 _TILE = 512  # elements whose bytes are made words, and are made of words, by loops of their own: gcc widens those well
+_GROUPS = _TILE // GROUP  # of elements whose scales are computed at once
 
 
 def _means(program: Program, stage: int, written: Written) -> str:
@@ -110,7 +108,7 @@ def _store(array: Array, value: str, above: str | None) -> _Store:
     bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
     if above is not None:
         value, kind, bits = above, "bfloat16::of_bits", above
-    return _Store(value, f"{_place(array)} = {kind}({value});", array.grouped, array.address, bits)
+    return _Store(value, f"{_place(array)} = {kind}({value});", array, bits)
 
 
 def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
@@ -119,15 +117,13 @@ def _each_block(program: Program, name: str, written: Written, stores: Sequence[
     ``totals`` are the variables to which that adds.
     """
     pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else INDEPENDENT
-    loads = {a.element: _definition(a, _place(a)) for a in program.arrays if not a.grouped}
-    if written.reads_index:
-        loads[INDEX] = f"const uint32_t {INDEX} = uint32_t(start + i);"
-    if any(a.grouped for a in program.arrays):
-        loop = _loop_over_groups(program.arrays, loads, written, stores, pragma)
+    elements = [a for a in program.arrays if not a.grouped]
+    is_paired = not totals and all(a.dtype in _PAIRS for a in elements)
+    if len(elements) < len(program.arrays):
+        loop = _loop_over_groups(program.arrays, written, stores, pragma, is_paired=is_paired)
     else:
-        body = [*loads.values(), *written.lines, *(s.text for s in stores)]
-        is_paired = not totals and all(a.dtype in _PAIRS for a in program.arrays)
-        loop = _loop_over_pairs(program.arrays, written, stores, body) if is_paired else _loop(pragma, "0", "size", body)
+        body = _singly(elements, written.reads_index, written.lines, stores)
+        loop = _loop_over_pairs(elements, written, stores, body) if is_paired else _loop(pragma, "0", "size", body)
     before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
     return _EACH_BLOCK.format(
@@ -160,93 +156,153 @@ def _definition(array: Array, value: str) -> str:
 
 
 def _place(array: Array) -> str:
-    return f"{array.address}[{f'g / {GROUP}' if array.grouped else 'i'}]"
+    return f"{array.address}[{'g' if array.grouped else 'i'}]"
 
 
 def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
     return [pragma, f"for (int64_t i = {first}; i < {end}; i++) {{", *(f"  {line}" for line in body), "}"]
 
 
-def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence[_Store], last: Sequence[str]) -> list[str]:
-    """Loops over pairs of elements; the ``last`` one of an odd number is updated by itself."""
-    pairs = {array.address: _PAIRS[array.dtype] for array in arrays}
-    words = {address: f"reinterpret_cast<{pair.word}*>({address} + first)[i]" for address, pair in pairs.items()}
-    of_bytes = [address for address, pair in pairs.items() if pair.word == "pair16"]
-    found = {**words, **{address: f"{address}_words[i]" for address in of_bytes}}
-    body = [f"const uint32_t {a.element}_word = {found[a.address].replace('<', '<const ')};" for a in arrays]
+def _singly(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_Store]) -> list[str]:
+    """What an iteration of a loop does: it loads element ``i`` of ``arrays``, runs ``lines``, and stores."""
+    index = [f"const uint32_t {INDEX} = uint32_t(start + i);"] if reads_index else []
+    loads = [_definition(a, _place(a)) for a in arrays]
+    return [*index, *loads, *(line.replace("@", "") for line in lines), *(s.text for s in stores)]
+
+
+def _in_pairs(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_Store]) -> list[str]:
+    """The same for both elements of pair ``i`` of the tile that begins at element ``from``; @ stands for 0 and for 1."""
+    body = [f"const uint32_t {a.element}_word = {_word(a).replace('<', '<const ')};" for a in arrays]
     body += [f"uint32_t stored{n}_0, stored{n}_1;" for n in range(len(stores))]
     for lane in (0, 1):
-        index = [f"const uint32_t {INDEX} = uint32_t((start + first) / 2 + i) << 1 | {lane};"] if written.reads_index else []
-        loads = [_definition(a, pairs[a.address].elements[lane].format(f"{a.element}_word")) for a in arrays]
+        index = [f"const uint32_t {INDEX} = uint32_t((start + from) / 2 + i) << 1 | {lane};"] if reads_index else []
+        loads = [_definition(a, _PAIRS[a.dtype].elements[lane].format(f"{a.element}_word")) for a in arrays]
         stored = [f"stored{n}_{lane} = {store.bits};" for n, store in enumerate(stores)]
-        body += ["{", *(f"  {line}" for line in (*index, *loads, *written.lines, *stored)), "}"]
+        body += ["{", *(f"  {line.replace('@', str(lane))}" for line in (*index, *loads, *lines, *stored)), "}"]
     for n, store in enumerate(stores):
-        both = pairs[store.address].both.format(f"stored{n}_0", f"stored{n}_1")
-        body.append(f"{found[store.address]} = {both};")
-    tile = [
-        f"const int64_t pairs = (size - first < {_TILE} ? size - first : {_TILE}) / 2;",
+        assert store.array is not None
+        body.append(f"{_word(store.array)} = {_PAIRS[store.array.dtype].both.format(f'stored{n}_0', f'stored{n}_1')};")
+    return body
+
+
+def _word(array: Array) -> str:
+    """Where both elements of pair ``i`` are."""
+    word = _PAIRS[array.dtype].word
+    return f"{array.address}_words[i]" if word == "pair16" else f"reinterpret_cast<{word}*>({array.address} + from)[i]"
+
+
+def _tile(arrays: Sequence[Array], body: Sequence[str]) -> list[str]:
+    """``body``, for a tile of so many ``pairs``, between loops that make words of bytes and bytes of words."""
+    of_bytes = [a.address for a in arrays if _PAIRS[a.dtype].word == "pair16"]
+    words = {address: f"reinterpret_cast<pair16*>({address} + from)[i]" for address in of_bytes}
+    return [
         *(f"uint32_t {address}_words[{_TILE // 2}];" for address in of_bytes),
         *(f"for (int64_t i = 0; i < pairs; i++) {address}_words[i] = {words[address]};" for address in of_bytes),
-        *_loop(INDEPENDENT, "0", "pairs", body),
+        *body,
         *(f"for (int64_t i = 0; i < pairs; i++) {words[address]} = uint16_t({address}_words[i]);" for address in of_bytes),
     ]
+
+
+def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence[_Store], last: Sequence[str]) -> list[str]:
+    """Loops over pairs of elements; the ``last`` one of an odd number is updated by itself."""
+    body = _in_pairs(arrays, written.reads_index, written.lines, stores)
+    tile = [
+        f"const int64_t pairs = (size - from < {_TILE} ? size - from : {_TILE}) / 2;",
+        *_tile(arrays, _loop(INDEPENDENT, "0", "pairs", body)),
+    ]
     return [
-        *(f"for (int64_t first = 0; first < size; first += {_TILE}) {{", *(f"  {line}" for line in tile), "}"),
+        *(f"for (int64_t from = 0; from < size; from += {_TILE}) {{", *(f"  {line}" for line in tile), "}"),
         *("if (size % 2) {", "  const int64_t i = size - 1;", *(f"  {line}" for line in last), "}"),
     ]
 
 
 def _loop_over_groups(
-    arrays: Sequence[Array], loads: dict[str, str], written: Written, stores: Sequence[_Store], pragma: str
+    arrays: Sequence[Array], written: Written, stores: Sequence[_Store], pragma: str, *, is_paired: bool
 ) -> list[str]:
-    """Two loops over each group: one until its largest values are known, and one from there on.
+    """Two loops over the elements of some groups: one until their largest values are known, and one from there on.
 
-    Statements that need these values are in the second loop. It reads results of the first loop from the stack.
+    Between them one loop over the groups computes their scales, several in one instruction. Statements that need these are
+    in the second loop. It reads results of the first loop from the stack.
     """
-    kinds = {INDEX: Kind(is_int=True), **{a.element: Kind(a.is_int) for a in arrays}}
+    elements, numbers = ([a for a in arrays if a.grouped == grouped] for grouped in (False, True))
+    kinds = {INDEX: Kind(is_int=True), **{a.element: Kind(a.is_int, a.grouped) for a in arrays}}
     kinds |= {s.name: s.kind for s in written.statements}
-
-    def is_late(store: _Store) -> bool:
-        return kinds.get(store.expression, Kind()).after_reduce
-
     of_elements = [s for s in written.statements if not s.kind.per_group]
     largest = [s for s in written.statements if s.word == "group_max"]
     of_groups = [s for s in written.statements if s.kind.per_group and s not in largest]
-    by_element = [s for s in stores if not s.grouped]
-    early = _needed(of_elements, {s.reads[0] for s in largest} | {s.expression for s in stores if not is_late(s)})
-    late = [s for s in of_elements if s not in early]
-    known = {*loads, *(s.name for s in early)}
-    read_again = [name for s in late for name in s.reads] + [s.expression for s in by_element if is_late(s)]
-    cached = {n: "uint32_t" if kinds.get(n, Kind()).is_int else "T" for n in dict.fromkeys(read_again) if n in known}
-    first = [
-        *loads.values(),
-        *(s.text for s in early),
-        *(f"{name}_of[i - g] = {name};" for name in cached),
+    soon, late = ([s for s in stores if s.array not in numbers and _is_late(s, kinds) == late] for late in (False, True))
+    first = _needed(of_elements, {s.reads[0] for s in largest} | {s.expression for s in soon})
+    second = [s for s in _needed(of_elements, {s.expression for s in late}) if s not in first]
+    read = {name for s in second for name in s.reads}.union(s.expression for s in late).difference(s.name for s in second)
+    again = [s for s in first if s.name in read and read.issuperset(kinds.keys() & s.reads)]
+    read.difference_update(s.name for s in again)
+    types = {name: "uint32_t" if kind.is_int else "T" for name, kind in kinds.items() if name in read}
+    scales = {name: types.pop(name) for name in [*types] if kinds[name].per_group}
+    singles = [_definition(a, _place(a)) for a in numbers]
+    beginning = [
+        *(s.text for s in first),
+        *(f"{name}_of@[i - origin] = {name};" for name in types),
         *(f"{s.name}_most = {s.reads[0]} > {s.name}_most ? {s.reads[0]} : {s.name}_most;" for s in largest),
-        *(s.text for s in by_element if not is_late(s)),
     ]
-    second = [f"const {kind} {name} = {name}_of[i - g];" for name, kind in cached.items()]
-    second += [*(s.text for s in late), *(s.text for s in by_element if is_late(s))]
-    group = [
-        "const int64_t end = g + group_size;",
-        *(_definition(a, _place(a)) for a in arrays if a.grouped),
-        *(s.text for s in of_groups if not s.kind.after_reduce),
-        *(f"{kind} {name}_of[{GROUP}];" for name, kind in cached.items()),
-        *(f"uint32_t {s.name}_most = 0;" for s in largest),
-        *_loop(pragma, "g", "end", first),
-        *(f"const uint32_t {s.name} = {s.name}_most;" for s in largest),
-        *(s.text for s in of_groups if s.kind.after_reduce),
-        *(s.text for s in stores if s.grouped),
-        *(_loop(INDEPENDENT, "g", "end", second) if second else []),
-    ]
+    rest = [f"const {kind} {name} = {name}_of@[i - origin];" for name, kind in types.items()]
+    rest += [s.text for s in (*again, *second)]
+
+    def update(of_pairs: bool) -> list[str]:
+        body, lanes, step = (_in_pairs, "01", GROUP // 2) if of_pairs else (_singly, [""], GROUP)
+        begin = f"const int64_t begin = (g - first) * {step} + origin, end = begin + group_size;"
+        loops = [
+            *(f"{kind} {n}_of{lane}[{_GROUPS * step}];" for n, kind in types.items() for lane in lanes),
+            *(f"uint32_t {s.name}_of[{_GROUPS}];" for s in largest),
+            *(f"{kind} {name}_of[{_GROUPS}];" for name, kind in scales.items()),
+            *_over_groups(
+                "",
+                begin,
+                *singles,
+                *(s.text for s in of_groups if not s.kind.after_reduce),
+                *(f"uint32_t {s.name}_most = 0;" for s in largest),
+                *_loop(pragma, "begin", "end", body(elements, written.reads_index, beginning, soon)),
+                *(f"{s.name}_of[g - first] = {s.name}_most;" for s in largest),
+            ),
+            *_over_groups(
+                INDEPENDENT,
+                *singles,
+                *(f"const uint32_t {s.name} = {s.name}_of[g - first];" for s in largest),
+                *(s.text for s in of_groups),
+                *(f"{name}_of[g - first] = {name};" for name in scales),
+                *(s.text for s in stores if s.array in numbers),
+            ),
+            *_over_groups(
+                "",
+                begin,
+                *(f"const {kind} {name} = {name}_of[g - first];" for name, kind in scales.items()),
+                *_loop(INDEPENDENT, "begin", "end", body([], False, rest, late)),
+            ),
+        ]
+        origin = f"const int64_t from = first * {GROUP}, origin = {'0' if of_pairs else 'from'};"
+        pairs = f"const int64_t pairs = (last - first) * {GROUP // 2};"
+        return [origin, *([pairs, *_tile(elements, loops)] if of_pairs else loops)]
+
+    def function(name: str, of_pairs: bool) -> list[str]:
+        head = f"const auto {name} = [&](const int64_t first, const int64_t last, const auto group_size)"
+        return [f"{head} __attribute__((always_inline)) {{", *(f"  {line}" for line in update(of_pairs)), "};"]
+
+    whole = "update_pairs" if is_paired else "update_groups"
     return [
-        "const auto update_group = [&](const int64_t g, const auto group_size) __attribute__((always_inline)) {",
-        *(f"  {line}" for line in group),
-        "};",
-        f"const int64_t full_groups = size / {GROUP} * {GROUP};",
-        f"for (int64_t g = 0; g < full_groups; g += {GROUP}) update_group(g, Known<{GROUP}>());",
-        "if (full_groups < size) update_group(full_groups, size - full_groups);",
+        *(function(whole, True) if is_paired else []),
+        *function("update_groups", False),
+        f"const int64_t full = size / {GROUP};",
+        f"for (int64_t first = 0; first < full; first += {_GROUPS})",
+        f"  {whole}(first, first + {_GROUPS} < full ? first + {_GROUPS} : full, Known<{GROUP // (1 + is_paired)}>());",
+        f"if (size % {GROUP}) update_groups(full, full + 1, size % {GROUP});",
     ]
+
+
+def _is_late(store: _Store, kinds: dict[str, Kind]) -> bool:
+    return kinds.get(store.expression, Kind()).after_reduce
+
+
+def _over_groups(pragma: str, *body: str) -> list[str]:
+    return [pragma, "for (int64_t g = first; g < last; g++) {", *(f"  {line}" for line in body), "}"]
 
 
 def _needed(statements: Sequence[Statement], names: set[str]) -> list[Statement]:

@@ -8,7 +8,7 @@ static inline int32_t most(int32_t x, int32_t y) { return x > y ? x : y; }  // o
 static inline int32_t least(int32_t x, int32_t y) { return x < y ? x : y; }
 static inline uint32_t maximum_(uint32_t x, uint32_t y) { return uint32_t(most(int32_t(x), int32_t(y))); }
 static inline uint32_t minimum_(uint32_t x, uint32_t y) { return uint32_t(least(int32_t(x), int32_t(y))); }
-static inline uint32_t absolute_(uint32_t x) { return uint32_t(int32_t(x) < 0 ? -int32_t(x) : int32_t(x)); }
+static inline uint32_t absolute_(uint32_t x) { return uint32_t(__builtin_abs(int32_t(x))); }
 static inline uint32_t integer_(float x) { return uint32_t(int32_t(x)); }
 static inline float number_(uint32_t x) { return float(int32_t(x)); }
 template <class T> static inline T broadcast_(T x) { return x; }
