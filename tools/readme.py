@@ -7,7 +7,6 @@ the package's docstring. ``python tools/readme.py`` rewrites them; a test fails 
 from __future__ import annotations
 
 import csv
-import functools
 import inspect
 import re
 import textwrap
@@ -107,19 +106,21 @@ Times = dict[str, Row]  # by competitor
 
 
 def _steps() -> list[dict[tuple[str, str], Times]]:
-    """For each device on which AdamW was measured, the step times with fresh gradients, by optimizer and workload.
+    """For each device on which AdamW was measured, the last one last, step times with fresh gradients, by what was timed.
 
     They are of one run: at the last revision, the one with the most competitors.
     """
     devices: dict[tuple[str, str], dict[tuple[str, str], dict[str, Times]]] = {}
     for row in _measured("step", metric="step, fresh gradients"):
-        runs = devices.setdefault((row["device"], row["threads"]), {}).setdefault((row["optimizer"], row["workload"]), {})
+        device = row["device"].partition(", ")[0], row["threads"]  # vectors had no place in it once
+        runs = devices.setdefault(device, {}).setdefault((row["optimizer"], row["workload"]), {})
         runs.setdefault(row["date"], {})[row["competitor"]] = row
-    return [
+    found = [
         {key: _fullest(runs) for key, runs in quantities.items()}
         for quantities in devices.values()
         if ("adamw", "small-148") in quantities
     ]
+    return sorted(found, key=lambda times: times["adamw", "small-148"][_OURS]["date"])
 
 
 def _fullest(runs: dict[str, Times]) -> Times:
@@ -147,8 +148,7 @@ _STORED = {_FUSED, *(f"{_OURS}[{mode}]" for mode in ("float32", "split8, int8", 
 
 def summary() -> str:
     """AdamW's steps in time and memory, on a GPU and on a CPU, with the conditions."""
-    measured = sorted(_steps(), key=lambda times: times["adamw", "small-148"][_OURS]["date"])
-    places = {_is_gpu(times["adamw", "small-148"][_OURS]): times for times in measured}  # the one that was measured last
+    places = {_is_gpu(times["adamw", "small-148"][_OURS]): times for times in _steps()}  # the one that was measured last
     cpu, gpu = places[False], places[True]
     by_hand = {r["competitor"]: r for r in _measured("by_hand", benchmark="step", workload="tiny-10")}
     rows = []
@@ -157,31 +157,28 @@ def summary() -> str:
         mark = "*" if there is by_hand else ""
         rows.append([words, *_against(there[_OURS], there[_FUSED], mark), *_against(here[_OURS], here[_FUSED])])
     steps = _grid(["AdamW, tensors", f"{_OURS}, GPU", _FUSED, "ratio", f"{_OURS}, CPU", _FUSED, "ratio"], rows)
-    stored_as = functools.partial(_measured, "low_memory", workload="gpt2-124m")
-    memory = stored_as(metric="memory")
-    shares = {
-        (r["competitor"], _is_gpu(r)): f"{float(r['p50']):.2f}"
-        for r in _measured("low_memory", workload="gpt2-124m", metric=_SHARE)
-    }
+    measured = [r for r in _measured("low_memory", workload="gpt2-124m") if not r["commit"].endswith("-dirty")]
+    devices = {r["device"]: r for r in measured}
+    memory = {r["competitor"]: float(r["p50"]) for r in measured if r["metric"] == "memory"}
+    shares = {(r["competitor"], r["device"]): f"{float(r['p50']):.2f}" for r in measured if r["metric"] == _SHARE}
     stored = [
         [
             name.replace("[", ", ").rstrip("]"),
-            f"{float(r['p50']):.2f}",
-            shares[name, True],
-            shares[name, False],
+            *(f"{memory[name]:.2f}", f"{memory[name] / memory[_FUSED]:.2f}", *(shares[name, device] for device in devices)),
         ]
-        for name, r in {r["competitor"]: r for r in memory if _is_gpu(r)}.items()
+        for name in memory
         if name in _STORED
     ]
-    head = ["AdamW, GPT-2's tensors", "bytes per parameter, with its gradient", "time, GPU", "time, CPU"]
+    head = ["AdamW, GPT-2's tensors", "bytes per parameter, with its gradient", "of torch fused"]
     where = [_conditions(times["adamw", "gpt2-124m"][_OURS]) for times in (gpu, cpu)]
-    small = _conditions([row for row in memory if not _is_gpu(row)][-1])
+    revisions = ", ".join(row["commit"] for row in devices.values())
     text = f"""
-        Medians; each step gets its gradients in new tensors. Times in the second table are relative to {_FUSED} in float32.
-        GPU: {where[0]}. CPU: {where[1]}; second table: {small}. *Measured by hand, on the same GPU at revision
-        {by_hand[_OURS]["commit"]}. [perf](perf/README.md) has all measurements.
+        Medians; each step gets its gradients in new tensors. Times in the second table are relative to {_FUSED} in float32,
+        at revisions {revisions}. If memory alone limited steps, they would be as the bytes are. GPU: {where[0]}. CPU:
+        {where[1]}. *Measured by hand, on the same GPU at revision {by_hand[_OURS]["commit"]}. [perf](perf/README.md) has the
+        rest.
     """
-    return "\n\n".join([steps, _grid(head, stored), _paragraphs(text)])
+    return "\n\n".join([steps, _grid([*head, *(f"time, {device}" for device in devices)], stored), _paragraphs(text)])
 
 
 def speed_table() -> str:
