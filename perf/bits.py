@@ -21,6 +21,11 @@ import compiled_optim as co
 STEPS = 50
 LOWERINGS = ("multi_tensor", "inductor", "eager")
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+STORED: tuple[dict[str, Any], ...] = (
+    {"weights": "kahan", "state_dtype": torch.bfloat16},
+    {"weights": "split8", "state_dtype": "int8"},
+    {"weights": "stochastic"},
+)
 FAR: dict[str, Any] = {
     "lr": 0.013,
     "betas": (0.8, 0.95),
@@ -59,16 +64,25 @@ def runs(cls: type[co.CompiledOptimizer]) -> Iterator[tuple[dict[str, Any], str,
         yield {**arguments, "maximize": True, "max_grad_norm": 2.0}, lowering, torch.float32
         for dtype in DTYPES:
             yield arguments, lowering, dtype
+        if lowering != "inductor" and "weights" in inspect.signature(cls).parameters:  # which takes long to compile them
+            yield from (({**arguments, **stored}, lowering, torch.bfloat16) for stored in STORED)
 
 
 def digest(cls: type[co.CompiledOptimizer], options: dict[str, Any], lowering: str, dtype: torch.dtype) -> str:
-    """A hash of all parameters and their state after the steps, in which each gradient is absent every fourth time."""
+    """A hash of all parameters and their state after the steps, in which each gradient is absent every fourth time.
+
+    What the optimizer says where it refuses the options.
+    """
     torch.manual_seed(0)
     only_matrices = cls is co.SparseAdam or cls._granularity == "matrix"
     shapes = [(33, 17), (129, 64), (5, 3)] if only_matrices else [(33, 17), (8193,), (), (4, 3, 2, 2), (41000,)]
     params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
     named = [(f"p{i}", param) for i, param in enumerate(params)]  # one optimizer tells parameters apart by their names
-    optimizer = cls([{"params": named[:2]}, {"params": named[2:], "lr": 0.007}], lowering=lowering, **options)
+    groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.007}]
+    try:
+        optimizer = cls(groups, lowering=lowering, **options)
+    except ValueError as refusal:  # such as of 8 bits for what is no average
+        return str(refusal)
     for step in range(STEPS):
         for i, param in enumerate(params):
             grad = torch.randn(param.shape).to(dtype)
