@@ -107,7 +107,7 @@ BUDGET = {
     "convert": 1357,
     "groups": 1280,
     "lowering": 5009,
-    "memory": 1226,
+    "memory": 1236,
     "optimizers": 1898,
     "plan": 857,
     "rule": 2804,
