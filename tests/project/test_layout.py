@@ -103,7 +103,7 @@ BUDGET = {
     "": 3137,
     "capture": 1127,
     "checkpoint": 1270,
-    "command_line": 1607,
+    "command_line": 1609,
     "convert": 1358,
     "groups": 1280,
     "lowering": 5009,
