@@ -111,7 +111,9 @@ def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
         raise ValueError(f"{source}: {type(error).__name__}: {error}{hint}") from error
     if not isinstance(found, torch.nn.Module):
         raise ValueError(f"{source} is a {type(found).__name__}, and no torch.nn.Module")
-    return found if dtype is None else found.to(getattr(torch, dtype))
+    for param in found.parameters() if dtype is not None else ():  # ``found.to`` swaps tensors, which fake ones refuse
+        param.data = param.data.to(getattr(torch, str(dtype)) if param.is_floating_point() else param.dtype)
+    return found
 
 
 def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> Iterator[Any]:

@@ -94,13 +94,13 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
     except (Exception, CheckpointException) as error:  # whatever a parser meets in arbitrary bytes
         failure = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
         raise ValueError(f"{path} is damaged, or holds no optimizer ({reason(Exception(failure))})") from error
-    result: dict[str, Any] = {"state": {}, "param_groups": [], "aliases": {}}
+    result: dict[str, Any] = {"state": {}, "param_groups": []}
     lists: dict[int, dict[str, Any]] = {}
     flat: dict[str, dict[str, Any]] = {}
     for part, rest, is_listed, value in entries:
         holder, _, name = rest.rpartition(".")
         if part == "aliases":
-            result[part][rest] = value
+            result.setdefault(part, {})[rest] = value
         elif part == "state":
             result[part].setdefault(holder.removesuffix(f".{WRAPPER}"), {})[name] = value
         elif is_listed:
@@ -112,7 +112,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
     if lists:
         result["param_groups"] = [lists[i] for i in sorted(lists)]
     elif flat:
-        result["param_groups"], result[UNORDERED] = _grouped(flat, result.pop("order", None))
+        result |= _grouped(flat, result.pop("order", None))
     params = {str(param): param for group in result["param_groups"] for param in group["params"]}
     return {**result, "state": {params.get(param, param): entries for param, entries in result["state"].items()}}
 
@@ -150,8 +150,8 @@ def _blank(entry: Any) -> Any:
     return torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
 
 
-def _grouped(flat: Mapping[str, Mapping[str, Any]], order: Any) -> tuple[list[dict[str, Any]], bool]:
-    """The groups, and whether their order is unknown. ``order`` lists the names in each group, or in older folders all.
+def _grouped(flat: Mapping[str, Mapping[str, Any]], order: Any) -> dict[str, Any]:
+    """The groups, and a mark if their order is unknown. ``order`` lists the names in each group, or in older folders all.
 
     Without names in each group, parameters whose options are the same, bit for bit, are in one group.
     """
@@ -165,7 +165,8 @@ def _grouped(flat: Mapping[str, Mapping[str, Any]], order: Any) -> tuple[list[di
             same.setdefault(_exact(flat[name]), []).append(name)
         parts = [*same.values()]
     groups = [{k: v for k, v in flat[part[0]].items() if k not in _LISTED} | {"params": part} for part in parts if part]
-    return groups, not is_listed or [*names] != [*dict.fromkeys(name for group in groups for name in group["params"])]
+    is_ordered = is_listed and [*names] == [*dict.fromkeys(name for group in groups for name in group["params"])]
+    return {"param_groups": groups, **({} if is_ordered else {UNORDERED: True})}
 
 
 def _exact(value: Any) -> Any:

@@ -5,6 +5,7 @@ The call is C++ (``watch.cpp``) where a compiler works, and Python elsewhere; bo
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import sys
@@ -18,7 +19,13 @@ from torch import Tensor
 
 from compiled_optim.memory import cache
 from compiled_optim.memory.layout import is_plain, overlap_shifted
-from compiled_optim.memory.torch_internals import dispatch_key_of_subclasses, dispatch_keys, zeros_without_memory
+from compiled_optim.memory.torch_internals import (
+    dispatch_key_of_subclasses,
+    dispatch_keys,
+    fakes_are_made,
+    outside_fakes,
+    zeros_without_memory,
+)
 
 EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
 
@@ -174,11 +181,14 @@ def reader() -> tuple[int, Any] | str:
     """
     if sys.platform != "linux" or not cache.compiler():
         return "no C++ compiler was found"
-    # The pointer is found by its value, so that the object may have any layout in this version of torch.
-    example = torch.empty(0)
-    words = (ctypes.c_uint64 * (Tensor.__basicsize__ // 8)).from_address(id(example))
-    offsets = [8 * i for i, word in enumerate(words) if word == example._cdata]
-    if len(offsets) != 1 or (places := _places()) is None:
+    # The pointer is found by its value, so that the object may have any layout in this version of torch. The examples are
+    # real tensors wherever the caller makes its own: on the meta device, on a GPU, or in FakeTensorMode.
+    with torch.device("cpu"), outside_fakes() if fakes_are_made() else contextlib.nullcontext():
+        example = torch.empty(0)
+        words = (ctypes.c_uint64 * (Tensor.__basicsize__ // 8)).from_address(id(example))
+        offsets = [8 * i for i, word in enumerate(words) if word == example._cdata]
+        places = _places()
+    if len(offsets) != 1 or places is None:
         return "this version of torch is not understood"
     constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY, **places}
     flags = [f"-D{name}={value}" for name, value in constants.items()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 import torch
 from expecttest import assert_expected_inline
 from terminal import in_ascii
+from torch.distributed.checkpoint import FileSystemReader
 
 import compiled_optim as co
 from compiled_optim import convert
@@ -257,6 +259,19 @@ class TestDiff:
             {"groups": {}, "only_a": [], "only_b": [], "state": [], "left_out": []},
         )
         assert _drawn(capsys, "diff", "a.pt", "a.pt") == "equal groups, names and state"
+
+    @pytest.mark.parametrize("without", ["", "optimizer.order"])
+    def test_a_folder_is_equal_to_what_it_was_converted_from(
+        self, without: str, saved: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        """Also one whose writer did not note the order of parameters, such as torchtitan."""
+        convert.convert(saved, Path("folder"), "dcp")
+        metadata = FileSystemReader("folder").read_metadata()
+        for of_entries in (metadata.state_dict_metadata, metadata.planner_data, metadata.storage_data):
+            for key in [key for key in of_entries or {} if without and getattr(key, "fqn", key) == without]:
+                del of_entries[key]
+        Path("folder/.metadata").write_bytes(pickle.dumps(metadata))
+        assert _told(capsys, "diff", "a.pt", "folder")[0] == 0
 
     def test_differences(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         other = _trained(lr=5e-4).state_dict()

@@ -333,8 +333,9 @@ class TestExplain:
 
     def test_launches(self, tiny: str, told: Any) -> None:
         pytest.importorskip("triton")
-        _, records = told("explain", f"{tiny}:make", "--optimizer", "adamw", "--arch", "sm_90")
-        assert records["step"] == {"arch": "sm_90", "launches": 2, "operators": 0}
+        for options in ([], ["--dtype", "bfloat16", "--set", "weights=split8"]):
+            _, records = told("explain", f"{tiny}:make", "--optimizer", "adamw", "--arch", "sm_90", *options)
+            assert records["step"] == {"arch": "sm_90", "launches": 2, "operators": 0}
 
     def test_picture(self, tiny: str, drawn: Any) -> None:
         assert_expected_inline(

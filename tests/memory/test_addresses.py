@@ -13,12 +13,14 @@ import pytest
 import torch
 from catalog import LOWERINGS
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
 from compiled_optim.memory import addresses, cache
 from compiled_optim.memory.addresses import EMPTY, Addresses
 from compiled_optim.optimizer import engine_of
+from compiled_optim.simulated.fake_cuda import fake_cuda
 
 
 @pytest.fixture(params=["C++", "Python"])
@@ -224,6 +226,22 @@ def test_a_torch_of_another_layout_is_told(lost: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(addresses, "_place", elsewhere)
     found = addresses.reader.__wrapped__()
     assert (found == "this version of torch is not understood") == (lost != "nothing")
+
+
+@pytest.mark.parametrize("where", ["meta", "fake", "simulated"])
+def test_the_places_are_those_of_real_tensors_wherever_they_are_looked_for(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process looks for them once: those of a meta or fake tensor would make all its later steps slow."""
+    found, places = [], addresses._places
+    monkeypatch.setattr(addresses, "_places", lambda: found.append(places()) or found[-1])
+    addresses.reader.__wrapped__()
+    with contextlib.ExitStack() as modes:
+        if where == "simulated":
+            modes.enter_context(fake_cuda(90))
+        modes.enter_context(FakeTensorMode() if where == "fake" else torch.device("meta" if where == "meta" else "cuda"))
+        addresses.reader.__wrapped__()
+    assert found[0] == found[1] is not None
 
 
 @pytest.mark.parametrize("replaced", [".data", "None"])
