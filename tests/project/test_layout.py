@@ -106,7 +106,7 @@ BUDGET = {
     "command_line": 1606,
     "convert": 1357,
     "groups": 1280,
-    "lowering": 5009,
+    "lowering": 5014,
     "memory": 1226,
     "optimizers": 1898,
     "plan": 857,
