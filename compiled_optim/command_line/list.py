@@ -66,7 +66,8 @@ def _many(infos: list[co.OptimizerInfo]) -> Any:
 def _one(info: co.OptimizerInfo) -> Iterator[Any]:
     from rich.text import Text
 
-    yield Text.assemble((info.cls.__name__, "bold cyan"), ("  " + info.summary, ""))
+    summary = info.summary.removeprefix(f"{info.cls.__name__}: ")
+    yield Text.assemble((info.cls.__name__, "bold cyan"), (f"  {summary}", ""))
     states = [name for name in info.states if not _FORMS.fullmatch(name)]
     facts = {"papers": info.sources, "state": states, "takes over state of": info.counterparts}
     for name, values in facts.items():

@@ -26,7 +26,7 @@ from compiled_optim.lowering.kernels.triton import current_device as current_dev
 from compiled_optim.lowering.torch_ops.eager import Lowering
 from compiled_optim.memory import addresses
 from compiled_optim.memory.layout import add_over_shards
-from compiled_optim.memory.torch_internals import Captures
+from compiled_optim.memory.torch_internals import Captures, is_capturing
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
@@ -99,7 +99,7 @@ class MultiTensorLowering(Capturable):
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
         tensors, self._orders = tensor_rows(self.plan)
-        self._has_stand_ins = any(order.stand_in is not None for order in self._orders)
+        self._stand_ins = [(i, order) for i, order in enumerate(self._orders) if order.stand_in is not None]
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         if self._stages:  # by these, kernels divide
             self._counts = upload(self.plan.counts, self.plan.device).double()
@@ -123,18 +123,16 @@ class MultiTensorLowering(Capturable):
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
-        if not (self.plan.addresses.unlike or self._has_stand_ins):
+        if not (self.plan.addresses.unlike or self._stand_ins):
             self.table.gradients.follow(self.plan.addresses, capturing)
             return
         pairs = zip(self.plan.gradients(grads), self._orders, strict=True)
         self._grads = [None if grad is None else order.arranged(grad) for grad, order in pairs]
         self.table.gradients.publish(self._grads, capturing)
-        for order in self._orders:
-            order.load()
 
     def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
         """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
-        if self._has_stand_ins or self.plan.looks_closely:
+        if self._stand_ins or self.plan.looks_closely:
             return False
         found = self.plan.addresses
         found.read(grads, others=state, keep_alive=keep_alive)
@@ -154,10 +152,23 @@ class MultiTensorLowering(Capturable):
         if self._stages:
             super().launch()
         else:
+            self._load_stand_ins()
             self._step(self.tables)
+            self._store_stand_ins()
+
+    def _load_stand_ins(self) -> None:
+        """Before each launch: a parameter of another plan may lie in the same memory, and was just updated."""
+        for _, order in self._stand_ins:
+            order.load()
+
+    def _store_stand_ins(self) -> None:
+        for i, order in self._stand_ins:
+            if self._grads[i] is not None or is_capturing(self.plan.device):  # in a replay, others may have gradients
+                order.store()
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         numbers = self.table.coefficients[1:]
+        self._load_stand_ins()
         with self._on_device:
             self.tables[0].kernel.evaluate(self.table)
         for stage, places in self._stages.items():
@@ -169,12 +180,8 @@ class MultiTensorLowering(Capturable):
             if places.totals.start < places.totals.stop:
                 sums = torch.where(self.table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
                 numbers[places.given] = (yield sums).unsqueeze(1)
+        self._load_stand_ins()  # again, since sums are over all plans
         with self._on_device:
             for table in self.tables:
                 table.kernel.update(table, self.table)
-
-    def finish(self) -> None:
-        for grad, order in zip(self._grads, self._orders, strict=False):
-            if grad is not None:
-                order.store()
-        super().finish()
+        self._store_stand_ins()

@@ -164,7 +164,7 @@ def square_sum(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
     In float64 no square of a float32 number overflows or underflows. A device without it, MPS, has norms from 1e-22 to 1e19.
     """
     dtype = scalar_dtype(device)
-    reals = [as_real(grad) for grad in grads if grad is not None and grad.numel()]
+    reals = [as_real(grad.resolve_conj()) for grad in grads if grad is not None and grad.numel()]
     if not reals:
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch._foreach_norm(reals, 2, dtype=dtype)

@@ -23,8 +23,8 @@ GROUP = 64
 
 @word
 def bits(x: Tensor) -> Tensor:
-    """The bits of a float32 as a 32-bit integer, on which ``+ - * & | ^ << >>`` work; ``>>`` keeps the sign."""
-    return x.view(torch.int32)
+    """The bits of a number in float32 as a 32-bit integer, on which ``+ - * & | ^ << >>`` work; ``>>`` keeps the sign."""
+    return x.to(torch.float32).view(torch.int32)  # of a float64 parameter, whose state has fewer bits
 
 
 @word

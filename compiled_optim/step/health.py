@@ -302,9 +302,9 @@ def _is_zero(member: Member) -> bool:
 def _sample(tensor: Tensor, weight: Tensor) -> Tensor:
     """Up to :data:`ELEMENTS` numbers from the middle of ``tensor``, at the same places as of the ``weight``, in a view.
 
-    Of a tensor in another order of memory than the weight, they may be a copy.
+    Of a tensor in another order of memory than the weight, or of a conjugate, they may be a copy.
     """
-    real = as_real(tensor)
+    real = as_real(tensor.resolve_conj())
     if weight.is_contiguous():
         real = real.contiguous()
         start = max(0, (real.numel() - ELEMENTS) // 2)

@@ -340,6 +340,27 @@ def test_parameters_that_share_memory_are_updated_in_the_order_of_groups() -> No
     assert torch.equal(memory, reference)
 
 
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("kind", [co.SGD, co.LAMB, co.Prodigy])
+@pytest.mark.filterwarnings("ignore:.* share memory:RuntimeWarning")
+def test_parameters_with_gaps_that_share_memory(kind: Any, lowering: str) -> None:
+    """Each update begins with what the one before it left, as if parameters had no gaps; also where sums come first."""
+    results = []
+    for way in (lowering, "eager"):
+        memory = torch.linspace(1.0, 2.0, 24, dtype=torch.float64)
+        params = [nn.Parameter(memory[::2]), nn.Parameter(memory[:6]), nn.Parameter(memory[1:20:3])]
+        optimizer = kind(params, lr=0.1, lowering=way)
+        for step in range(3):
+            for place, param in enumerate(params):
+                param.grad = None if place == step else torch.full_like(param, 1.0 + place)
+            optimizer.step()
+        results.append(memory)
+    assert results[0].allclose(results[1], rtol=1e-9)
+    if kind is co.SGD:
+        moved = torch.linspace(1.0, 2.0, 24, dtype=torch.float64) - results[0]
+        assert moved[:4].allclose(torch.tensor([0.2 + 0.4, 0.4 + 0.6, 0.2 + 0.4, 0.4], dtype=torch.float64))
+
+
 def test_a_group_can_be_added() -> None:
     a, b = named()
     one = co.Muon(a, **MUON)

@@ -71,6 +71,21 @@ def test_clip_in_every_dtype_and_lowering(dtype: torch.dtype, lowering: str) -> 
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
+def test_clip_a_conjugate(lowering: str) -> None:
+    """Autograd makes such views, whose memory does not hold their numbers, of parameters that are read conjugated."""
+    param = torch.nn.Parameter(torch.tensor([3 + 4j, 0j]))
+    (param.conj() * torch.tensor([3 + 4j, 0j])).real.sum().backward()
+    assert param.grad is not None
+    assert param.grad.is_conj()
+    optimizer = co.SGD([param], lr=1.0, max_grad_norm=2.5, lowering=lowering)
+    optimizer.watch_health()
+    optimizer.step()
+    assert optimizer.grad_norm is not None
+    assert optimizer.grad_norm.item() == pytest.approx(5.0)
+    assert param.detach().allclose(torch.tensor([1.5 + 2j, 0j]))
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
 def test_one_norm_over_plans_groups_and_dtypes(lowering: str) -> None:
     params = [*parameters(torch.float32), *parameters(torch.float64, seed=1)]
     groups = [{"params": params[:5], "amsgrad": True}, {"params": params[5:9], "lr": 0.3}, {"params": params[9:]}]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from catalog import LOWERINGS
 from torch import Tensor
 
 import compiled_optim as co
@@ -198,3 +199,21 @@ def test_a_centered_deviation_is_no_difference_of_codes() -> None:
     param = torch.nn.Parameter(torch.zeros(4096))
     with pytest.raises(ValueError, match="'int8' of square_avg does not go with centered=True"):
         co.RMSprop({"p": param}, centered=True, state_dtype="int8")
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_averages_of_fewer_bits_than_half_of_the_parameter(dtype: torch.dtype, lowering: str) -> None:
+    """They are rounded as those of a parameter in float32."""
+    averages = []
+    for wide in (torch.float32, torch.float64):
+        param = torch.nn.Parameter(torch.zeros(4096, dtype=wide))
+        optimizer = co.AdamW([param], lr=0.1, state_dtype=dtype, lowering=lowering)
+        for step in range(3):
+            grad = torch.randn(4096, generator=torch.Generator().manual_seed(step))
+            param.grad = grad.to(wide)
+            optimizer.step()
+        assert optimizer.state[param]["exp_avg"].dtype == dtype
+        averages.append(optimizer.state[param]["exp_avg"].double())
+    assert averages[0].allclose(averages[1], rtol=2.0**-6, atol=1e-6)
+    assert (averages[0] == averages[1]).double().mean() > 0.99

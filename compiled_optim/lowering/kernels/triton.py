@@ -43,7 +43,7 @@ _EXPRESSIONS = {
     "sign_(x)": "tl.where(x > 0, 1.0, tl.where(x < 0, -1.0, 0.0)).to(x.dtype)",
     "floor_(x)": "tl.floor(x)",
     "where_(condition, x, y)": "tl.where(condition, x, y)",
-    "bits_(x)": "x.to(tl.int32, bitcast=True)",
+    "bits_(x)": "x.to(tl.float32).to(tl.int32, bitcast=True)",
     "from_bits_(x)": "x.to(tl.float32, bitcast=True)",
     "from_upper_(x)": "(x & -65536).to(tl.float32, bitcast=True)",
     "integer_(x)": "x.to(tl.int32)",

@@ -22,6 +22,7 @@ template <class T> static inline T power_(T x, T y) { return std::pow(x, y); }
 template <class T> static inline T maximum_(T x, T y) { const T r = x > y ? x : y; return x != x ? x : r; }
 template <class T> static inline T minimum_(T x, T y) { const T r = x < y ? x : y; return x != x ? x : r; }
 template <class T> static inline T where_(bool condition, T x, T y) { return condition ? x : y; }
+static inline double where_(bool condition, float x, double y) { return condition ? x : y; }
 template <class T> static inline T product_(T x, T y) { const T p = x * y; return p == p ? p : T(0); }
 template <class T> static inline T bias_correction_(T beta, T step) { return -std::expm1(step * std::log(beta)); }
 
