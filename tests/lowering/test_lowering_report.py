@@ -213,17 +213,20 @@ def test_groups_of_another_rule_are_two_launches_beside_muons(groups: int, fresh
 
 def launches(workload: Workload) -> list[str]:
     """The Triton kernels that one step of the multi-tensor lowering launches, in order; CPU tensors stand in for a GPU's."""
-    with cpu_in_place_of_cuda(90), recording("cpu") as recorder:
-        report_module._optimizer(workload, "multi_tensor", "cpu").step()
+    with cpu_in_place_of_cuda(90):
+        optimizer = report_module._optimizer(workload, "multi_tensor", "cpu")  # of which nothing need be recorded
+        with recording("cpu") as recorder:
+            optimizer.step()
         return [launch.name for launch in recorder.take().launches]
 
 
 @pytest.mark.parametrize("tensors", [10, 148, 1000, 20_000])
 @pytest.mark.parametrize("name", sorted(elementwise()))
 def test_launches_are_two_for_any_number_of_tensors_and_groups(name: str, tensors: int) -> None:
-    """And two more where the rule reduces."""
+    """And two more where the rule reduces. The most tensors, which take seconds, are in 8 groups with every other rule."""
     means = ["sums0", "average"] if hasattr(exported()[name], "reduce") else []
-    for groups in (1, 8):
+    several = sorted(elementwise()).index(name) % 2
+    for groups in (1, 8) if tensors <= 1000 else (8 if several else 1,):
         assert launches(Workload(name, tensors, groups, numel=4)) == ["evaluate", *means, "update"]
 
 
@@ -269,12 +272,9 @@ def _first_step_seconds(tensors: int, cache: Path, monkeypatch: pytest.MonkeyPat
         optimizer = co.AdamW(params)
         gc.collect()
         gc.freeze()  # whether Python walks all that other tests left, 0.2 s, is chance
-        try:
-            started = processor_seconds()
-            optimizer.step()
-            return processor_seconds() - started
-        finally:
-            gc.unfreeze()
+        started = processor_seconds()
+        optimizer.step()
+        return processor_seconds() - started
 
 
 def _compiled(cache: Path) -> list[str]:

@@ -72,10 +72,16 @@ def _compiled_apart() -> list[Any]:
     return [*{(c.optimizer, *_statics(c).items()): c for c in reversed(cases())}.values()][::-1]
 
 
-@pytest.mark.parametrize("arch", [80, 90])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("case", _compiled_apart(), ids=str)
+COVERED = [
+    (case, dtype, arch)
+    for number, case in enumerate(_compiled_apart())
+    for dtype, arch in zip(("float32", "bfloat16"), (80, 90) if number % 2 else (90, 80), strict=True)
+]
+
+
+@pytest.mark.parametrize(("case", "dtype", "arch"), COVERED, ids=str)
 def test_compiles_without_spills_and_with_wide_accesses(case: Any, dtype: str, arch: int) -> None:
+    """Every text in both dtypes and for both architectures, and an optimizer's texts by turns in all four pairs of them."""
     statics = _statics(case)
     kernels = _compile(case.optimizer._rule, statics, dtype, arch)
     per_thread = lowering.BLOCK // (32 * lowering.WARPS)
