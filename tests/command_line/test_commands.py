@@ -90,7 +90,7 @@ weights= and state_dtype=.""",
 
     def test_one(self, drawn: Any) -> None:
         text = drawn("list", "lion")[1]
-        assert text.startswith("Lion  Lion: the sign of a momentum")
+        assert text.startswith("Lion  the sign of a momentum")
         assert "betas           (0.9, 0.99)" in text or "(0.9, 0.99)" in text
         assert "``" not in text
         assert "bfloat16" in text
