@@ -54,11 +54,9 @@ def _step(args: argparse.Namespace) -> int:
 
 def _first_step(args: argparse.Namespace) -> int:
     _warn_if_busy()
-    found, reasons = entered(args.optimizer, args.competitors or first_step.COMPETITORS)
-    for name, said in reasons.items():
-        print(f"{name} is left out: {said}", file=sys.stderr)
-    names = [competitor.name for competitor in found]
-    rows = first_step.measure_first_step(args.workload, args.optimizer, names, args.device, repeats=args.rounds)
+    rows = first_step.measure_first_step(
+        args.workload, args.optimizer, args.competitors or first_step.COMPETITORS, args.device, repeats=args.rounds
+    )
     results.show(rows, "construction and first step, in a new process each")
     _save(rows, args)
     return 0
