@@ -106,7 +106,7 @@ BUDGET = {
     "command_line": 1610,
     "convert": 1358,
     "groups": 1280,
-    "lowering": 5014,
+    "lowering": 5013,
     "memory": 1236,
     "optimizers": 1898,
     "plan": 857,

@@ -230,10 +230,13 @@ def _loop_over_groups(
     of_elements = [s for s in written.statements if not s.kind.per_group]
     largest = [s for s in written.statements if s.word == "group_max"]
     of_groups = [s for s in written.statements if s.kind.per_group and s not in largest]
-    soon, late = ([s for s in stores if s.array not in numbers and _is_late(s, kinds) == late] for late in (False, True))
+    reduced = {name for name, kind in kinds.items() if kind.after_reduce}
+    by_element = [s for s in stores if s.array not in numbers]
+    soon, late = ([s for s in by_element if (s.expression in reduced) == is_late] for is_late in (False, True))
     first = _needed(of_elements, {s.reads[0] for s in largest} | {s.expression for s in soon})
     second = [s for s in _needed(of_elements, {s.expression for s in late}) if s not in first]
     read = {name for s in second for name in s.reads}.union(s.expression for s in late).difference(s.name for s in second)
+    # Computed again and not kept: all that it reads is kept anyway.
     again = [s for s in first if s.name in read and read.issuperset(kinds.keys() & s.reads)]
     read.difference_update(s.name for s in again)
     types = {name: "uint32_t" if kind.is_int else "T" for name, kind in kinds.items() if name in read}
@@ -295,10 +298,6 @@ def _loop_over_groups(
         f"  {whole}(first, first + {_GROUPS} < full ? first + {_GROUPS} : full, Known<{GROUP // (1 + is_paired)}>());",
         f"if (size % {GROUP}) update_groups(full, full + 1, size % {GROUP});",
     ]
-
-
-def _is_late(store: _Store, kinds: dict[str, Kind]) -> bool:
-    return kinds.get(store.expression, Kind()).after_reduce
 
 
 def _over_groups(pragma: str, *body: str) -> list[str]:
