@@ -19,9 +19,9 @@ from pathlib import Path
 import torch
 
 import compiled_optim
-from perf.competitors import OURS, PEERS, competitor
+from perf.competitors import OURS, PEERS, competitor, reason
 from perf.measure import make_gradients, make_params
-from perf.results import Row, percentiles
+from perf.results import Row, left_out, percentiles
 from perf.workloads import shapes
 
 WORKLOADS = ("small-10", "small-148", "small-1000", "gpt-matrices")
@@ -39,22 +39,29 @@ def measure_first_step(
 
     Each repetition goes through all workloads and competitors, so that a slow spell of the machine meets them alike.
     Importing torch and this package is not timed. The import of ``torch._dynamo`` is, as part of ``construct`` where
-    torch.optim's optimizers cause it. ``compiling`` is the report's sum, of this package's own optimizers.
+    torch.optim's optimizers cause it. ``compiling`` is the report's sum, of this package's own optimizers. A row says why a
+    competitor did not run.
     """
     samples: dict[tuple[str, str, str], list[float]] = {}
+    reasons: dict[str, dict[str, str]] = {}
     for _ in range(repeats):
         for workload, name in itertools.product(workloads, names):
             if PEERS[name].compiled and len(shapes(workload)) > COMPILED_LIMIT:
                 continue
             with tempfile.TemporaryDirectory(prefix="perf-first-step-") as cache:
                 for state in ("fresh cache", "warm cache"):
-                    for metric, seconds in _in_process(workload, optimizer, name, device, cache).items():
+                    measured = _in_process(workload, optimizer, name, device, cache)
+                    if isinstance(measured, str):
+                        reasons.setdefault(workload, {})[name] = measured
+                        break
+                    for metric, seconds in measured.items():
                         samples.setdefault((workload, name, f"{metric}, {state}"), []).append(seconds)
-    return [
+    rows = [
         Row("first_step", workload, optimizer, name, metric, "s", *percentiles(values), _ratio(samples, key), repeats)
         for key, values in samples.items()
         for workload, name, metric in [key]
     ]
+    return rows + [row for workload, said in reasons.items() for row in left_out("first_step", workload, optimizer, said)]
 
 
 def _ratio(samples: Mapping[tuple[str, str, str], Sequence[float]], key: tuple[str, str, str]) -> float | None:
@@ -65,18 +72,19 @@ def _ratio(samples: Mapping[tuple[str, str, str], Sequence[float]], key: tuple[s
     return percentiles(own)[1] / percentiles(samples[key])[1]
 
 
-def _in_process(workload: str, optimizer: str, name: str, device: torch.device, cache: str) -> dict[str, float]:
+def _in_process(workload: str, optimizer: str, name: str, device: torch.device, cache: str) -> dict[str, float] | str:
+    """The seconds by metric, or why it did not run."""
     command = [sys.executable, "-m", "perf.first_step", workload, optimizer, name, str(device)]
     places = {key: str(Path(cache, key.lower())) for key in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     root = Path(__file__).parent.parent
     # Its stderr stays the terminal's, so that whatever goes wrong is seen.
     done = subprocess.run(command, env=os.environ | places, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
-    seconds: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
-    return seconds
+    measured: dict[str, float] | str = json.loads(done.stdout.splitlines()[-1])
+    return measured
 
 
 def main() -> None:
-    """Measure in this process and print the seconds as JSON."""
+    """Measure in this process and print the seconds, or why another package does not run, as JSON."""
     parser = argparse.ArgumentParser()
     for argument in ("workload", "optimizer", "competitor", "device"):
         parser.add_argument(argument)
@@ -86,14 +94,20 @@ def main() -> None:
     params = make_params(sizes, device)
     for param, grad in zip(params, make_gradients(sizes, device, seed=1), strict=True):
         param.grad = grad
-    make = competitor(args.optimizer, args.competitor).make
-    started = time.perf_counter()
-    optimizer = make(params)
-    constructed = time.perf_counter()
-    optimizer.step()
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-    stepped = time.perf_counter()
+    try:
+        make = competitor(args.optimizer, args.competitor).make
+        started = time.perf_counter()
+        optimizer = make(params)
+        constructed = time.perf_counter()
+        optimizer.step()
+        if device.type != "cpu":
+            torch.accelerator.synchronize(device)
+        stepped = time.perf_counter()
+    except Exception as error:
+        if args.competitor.startswith(OURS):
+            raise
+        print(json.dumps(reason(error)))
+        return
     seconds = [constructed - started, stepped - constructed, stepped - started]
     if isinstance(optimizer, compiled_optim.CompiledOptimizer):
         seconds.append(compiled_optim.compile_report(optimizer).seconds)

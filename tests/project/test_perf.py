@@ -16,6 +16,7 @@ from perf.__main__ import main
 from perf.competitors import FUSED, OURS, PEERS, TORCH_PRODUCTS, Competitor, competitor, entered, optimizers
 from perf.compiled_steps import INLINED, NAMES
 from perf.measure import measure_bandwidth, step_rows
+from perf.results import NOT_RUN
 from perf.workloads import TINY, WORKLOADS, elements, shapes
 
 TRACED = [INLINED, "torch foreach capturable compiled"]
@@ -439,6 +440,14 @@ def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
     assert set(table["metric"]) == {"step", "share of torch's step on float32", "memory"}
     assert set(table["competitor"]) == {FUSED, *(f"{OURS}[{name}]" for name in low_memory.WAYS)}
     assert (table.loc[table["competitor"] == FUSED, "p50"].to_numpy()[1:] == [1, 16.25]).all()  # 0.25 of it for step counts
+
+
+def test_a_first_step_that_another_package_lacks_is_a_row_that_says_why(tmp_path) -> None:
+    command = ["first-step", "--optimizer", "muon", "--workload", "tiny-matrices", "--rounds", "1"]
+    assert main([*command, "--competitors", OURS, "torch fused", "--results", str(tmp_path)]) == 0
+    metrics = pd.read_csv(tmp_path / "first_step.csv").groupby("competitor")["metric"].agg(list)
+    assert len(metrics[OURS]) == 8
+    assert metrics["torch fused"] == [f"{NOT_RUN}TypeError: Muon.__init__() got an unexpected keyword argument 'fused'"]
 
 
 def test_convergence_appends_losses_and_bounds(tmp_path) -> None:
