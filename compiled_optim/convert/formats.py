@@ -43,7 +43,7 @@ CONTAINERS = {
     "dcp": Container(distributed.matches, distributed.read, distributed.writers),
     "deepspeed": Container(deepspeed.matches, deepspeed.read, None),
     "safetensors": Container(safetensors_files.matches, safetensors_files.read, safetensors_files.writers),
-    "torch": Container(lambda path: True, torch_files.read, torch_files.writers),
+    "torch": Container(lambda path: not path.is_dir(), torch_files.read, torch_files.writers),
 }
 """By the name of a form; the first that matches a path reads it."""
 
@@ -118,7 +118,9 @@ def as_it_is(
     path: Path, key: str | None = None, scratch: Path | None = None, usual: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
     """The name of the container at ``path``, and the state dict in it."""
-    found = next(name for name, container in CONTAINERS.items() if container.matches(path))
+    found = next((name for name, container in CONTAINERS.items() if container.matches(path)), None)
+    if found is None:
+        raise ValueError(f"{path} is a folder, and neither a checkpoint of torch.distributed nor DeepSpeed's universal one")
     content, where = CONTAINERS[found].read(path, key, scratch), str(path)
     is_one = not isinstance(content, Mapping) or {"state", "param_groups"} <= {*content}
     if not is_one and key is None and (inner := [each for each in usual if each in content]):

@@ -379,6 +379,11 @@ class TestWhatOthersKeep:
             files.write(saved, tmp_path / "a.pt", form)
 
 
+def test_a_folder_of_something_else_is_named(tmp_path: Path) -> None:
+    with _refused(tmp_path, f"{tmp_path} is a folder, and neither a checkpoint of torch.distributed nor DeepSpeed's"):
+        files.convert(tmp_path, tmp_path.with_name("converted.pt"), to="torch")
+
+
 class TestBadValues:
     """Of state dicts that a file may hold: each is named in the message."""
 

@@ -104,7 +104,7 @@ BUDGET = {
     "capture": 1127,
     "checkpoint": 1270,
     "command_line": 1610,
-    "convert": 1358,
+    "convert": 1360,
     "groups": 1280,
     "lowering": 5013,
     "memory": 1236,
