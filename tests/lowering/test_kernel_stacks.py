@@ -274,6 +274,14 @@ def test_a_step_is_loops_and_products_alone(name: str, arch: int, fresh_kernels:
     assert all("[coefficients]" in kernel or "[loops over stacks like " in kernel for kernel in kernels)
 
 
+@pytest.mark.parametrize(("device", "kinds"), [("cuda", 3), ("cpu", 1)])
+def test_sizes_for_which_triton_compiles_apart_have_keys_of_their_own(device: str, kinds: int) -> None:
+    with fake_cuda(90):
+        made = [co.Adafactor(_parameters([shape], device=device)) for shape in ((32, 64), (48, 80), (33, 64), (32, 65))]
+        stacks = [engine_of(optimizer).step.lowerings[0].stacks for optimizer in made]
+    assert len({stack.key.arrangement for (stack,) in stacks}) == kinds
+
+
 PER_THREAD = 16  # elements of a tile
 SPILLED = {("Adafactor", 80): 20}
 """Bytes, of one kernel, that the assembler puts aside around a division though it has registers; otherwise none."""

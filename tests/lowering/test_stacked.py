@@ -373,6 +373,15 @@ def test_launches_on_a_gpu() -> None:
     assert printed_by("stacked_on_gpu") == _LAUNCHES
 
 
+@pytest.mark.parametrize(
+    ("operator", "given"), [(torch.ops.aten.mean.dim, ()), (torch.ops.aten.linalg_vector_norm.default, (2,))], ids=str
+)
+def test_sums_whose_dimensions_go_are_inductors(operator: Any, given: tuple[float, ...]) -> None:
+    x, ours = torch.linspace(-1, 2, 24).view(2, 3, 4), stacks.decompositions()[operator]
+    assert ours(x, *given, [1, 2]) is NotImplemented
+    torch.testing.assert_close(ours(x, *given, [1, 2], True), operator(x, *given, [1, 2], True))
+
+
 def test_only_matrices_are_taken_and_named() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(3, 4))
     with pytest.raises(ValueError, match=r"Muon only supports 2D parameters .* size: torch.Size\(\[4\]\) \('0.bias'\)"):

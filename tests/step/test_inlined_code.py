@@ -117,6 +117,13 @@ def test_means_are_inlined_where_inductor_compiles_them(
             assert (not engine_of(made).inline([0])) == (is_new or not has_means or device == "cpu")
 
 
+def test_parameters_on_two_devices_are_not_inlined() -> None:
+    with fake_cuda(90):
+        params = [nn.Parameter(torch.ones(4, device=device)) for device in ("cpu", "cuda")]
+        made = co.AdamW(params, lowering="inductor")
+        assert engine_of(made).inline([0, 1]) == "parameters are on several devices"
+
+
 def test_table_of_ten_tensors_on_a_gpu() -> None:
     """Launches and bytes per parameter, by torch 2.13; no operator but the norm of the gradients, no copy and no wait."""
     lines = ["optimizer | launches | bytes"]

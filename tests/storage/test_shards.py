@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 import compiled_optim as co
-from compiled_optim.memory.layout import has_whole_groups
+from compiled_optim.memory.layout import has_whole_groups, spread_like
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -210,3 +210,10 @@ def test_saved_on_two_processes_and_loaded_on_one(directory: Path) -> None:
     model.load_state_dict(state["model"])
     co.load_named_state_dict(optimizer, state["optimizer"])
     _assert_same(_stored(model, optimizer), torch.load(directory / "two-expected.pt"))
+
+
+def test_a_whole_tensor_is_spread_like_shards(one_process: None) -> None:
+    target = distribute_tensor(torch.zeros(6, 4), init_device_mesh("cpu", (1,)), [Shard(0)])
+    found: Any = spread_like(torch.arange(24.0).view(6, 4), target)
+    assert (found.device_mesh, found.placements) == (target.device_mesh, target.placements)
+    assert torch.equal(_full(found), torch.arange(24.0).view(6, 4))
