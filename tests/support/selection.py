@@ -26,7 +26,7 @@ MOST = 3
 SLOW = 3.0
 """Seconds from which on ``slow.csv`` lists a function. The quicker ones are always taken."""
 
-SECONDS = 200.0
+SECONDS = 100.0
 """What the functions of ``slow.csv`` may take together, of one processor."""
 
 FULL_ONLY = (
