@@ -11,6 +11,8 @@ import pytest
 import selection
 import torch
 
+_CHOICES = ("full", "named", "selection", "slow", "whole")
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every test, not a selection of each function's")
@@ -26,7 +28,8 @@ def pytest_configure(config: pytest.Config) -> None:
             setattr(config.option, name, value)
     else:
         config.option.named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or bool(config.option.keyword)
-        config.option.full |= config.option.named and config.option.selection is None
+        config.option.whole = config.option.named and config.option.selection is None
+        config.option.full |= config.option.whole
         config.option.selection = selection.today() if config.option.selection is None else config.option.selection
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # who compiles starts no processes that import torch
@@ -52,7 +55,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
     """Let a worker take the tests that this process takes."""
-    node.workerinput["selection"] = {n: getattr(node.config.option, n) for n in ("full", "selection", "slow", "named")}
+    node.workerinput["selection"] = {n: getattr(node.config.option, n) for n in _CHOICES}
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -60,9 +63,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("cuda") and not item.get_closest_marker("timing")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-    elif not config.getoption("--full"):
-        left_out = () if config.option.named else selection.FULL_ONLY
-        kept = selection.selected(items, config.option.selection, config.option.slow, left_out)
+    elif not config.option.whole:
+        left_out, seed = () if config.option.named else selection.FULL_ONLY, config.option.selection
+        full = config.option.full
+        kept = selection.full(items, seed) if full else selection.selected(items, seed, config.option.slow, left_out)
         config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
         items[:] = kept
     if hasattr(config, "workerinput"):
@@ -70,9 +74,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    if config.getoption("--full"):
+    if config.option.whole:
         return None
-    return f"a selection of the tests, again with --selection={config.getoption('--selection')}; --full runs all"
+    seed, more = config.option.selection, "" if config.option.full else "; --full takes more"
+    return f"a selection of the tests, again with --selection={seed}{more}"
 
 
 def pytest_collection_finish() -> None:

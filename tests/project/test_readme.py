@@ -145,6 +145,7 @@ COMMANDS = {
     "tools/run --help": ["tools/run", "--help"],
     "tools/test": ["tools/test", "--collect-only", "-q", "tests/project/test_readme.py"],
     "tools/test --full": ["tools/test", "--help"],  # CI runs it; here it would install what other tests need
+    "tools/test --full tests": ["tools/test", "--help"],  # likewise
     "tools/test --torch 2.11.0": ["tools/test", "--help"],
     "tools/versions": [sys.executable, "tools/versions", "--help"],
     "tools/lowering": [sys.executable, "-m", "perf.lowering", "--lowering", "multi_tensor"],

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import selection
-from catalog import ruled
+from catalog import Case, ruled
 
 
 def _items(name: str, **axes: int) -> list[Any]:
@@ -66,6 +66,38 @@ def test_slow_functions_are_drawn_as_far_as_seconds_allow(monkeypatch: pytest.Mo
     assert set().union(*days) == {item.nodeid for item in items}
 
 
+def test_with_full_slow_functions_take_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All seeds together take everything; what is quick is taken with every seed."""
+    monkeypatch.setattr(selection, "slow", lambda: {"tests/a.py::test_f": 6.0})  # of three items
+    monkeypatch.setattr(selection, "WHOLE_SECONDS", 20.0)
+    items = [*_items("tests/a.py::test_f", first=8, second=3), *_items("tests/a.py::test_g", first=8, second=3)]
+    slow, quick = items[:24], items[24:]
+    days = [selection.full(items, seed) for seed in range(20)]
+    for taken in days:
+        assert [item for item in taken if item in quick] == quick
+        assert len(taken) == 24 + 10
+        assert _values([item for item in taken if item in slow]) == _values(slow)
+    assert {item.nodeid for taken in days for item in taken} == {item.nodeid for item in items}
+    assert {item.nodeid for item in selection.selected(items, 3)} <= {item.nodeid for item in days[3]}
+
+
+def test_with_full_what_inductor_compiles_is_taken_of_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "slow", lambda: {"tests/a.py::test_f[inductor]": 60.0})
+    cases = [Case(optimizer, (("lr", lr),)) for optimizer in ruled() for lr in (0.1, 0.2, 0.3)]
+    items = [
+        SimpleNamespace(
+            nodeid=f"tests/a.py::test_f[{case}-{lowering}]",
+            callspec=SimpleNamespace(indices={"case": i, "lowering": j}, params={"case": case, "lowering": lowering}),
+        )
+        for i, case in enumerate(cases)
+        for j, lowering in enumerate(("eager", "inductor"))
+    ]
+    taken = [item.callspec.params for item in selection.full(items, 7)]
+    assert [params["case"] for params in taken if params["lowering"] == "eager"] == cases
+    compiled = [params["case"].optimizer for params in taken if params["lowering"] == "inductor"]
+    assert compiled == ruled()
+
+
 def test_every_rule_is_taken_in_every_language(pytestconfig: pytest.Config) -> None:
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--selection=7"]
     listed = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True).stdout.splitlines()
@@ -78,7 +110,7 @@ def test_every_rule_is_taken_in_every_language(pytestconfig: pytest.Config) -> N
 
 def test_slow_functions_are_there(pytestconfig: pytest.Config) -> None:
     for name in selection.slow():
-        file, *_, function = name.split("::")
+        file, *_, function = name.removesuffix("[inductor]").split("::")
         assert f"def {function}(" in (pytestconfig.rootpath / file).read_text(), name
 
 

@@ -1,8 +1,13 @@
-"""The tests that a run without ``--full`` takes, where it names no file: a few of each function, and others on other days.
+"""The tests that a run takes where it names no file: a few of each function, or most with ``--full``; others on other days.
 
 Of a parametrized function the selected items take every value of every parameter once, as far as :data:`MOST` items can; the
-seed decides which values meet. Of the functions that take long, the seed draws as many as :data:`SECONDS` allow. A file or a
-test that is named runs whole, unless ``--selection`` names the seed.
+seed decides which values meet. Of the functions that take long, the seed draws as many as :data:`SECONDS` allow.
+
+With ``--full`` each function is taken, with all its items if they take no longer than :data:`WHOLE_SECONDS`. Of the others
+it takes as many as take that long, at least one of each optimizer.
+
+What Inductor compiles of a function, which takes seconds for each item, counts as a function of its own. A file or a test
+that is named runs whole, unless ``--selection`` names the seed.
 """
 
 from __future__ import annotations
@@ -24,10 +29,13 @@ MOST = 3
 """Items of one function. What is dropped has another chance with every seed."""
 
 SLOW = 3.0
-"""Seconds from which on ``slow.csv`` lists a function. The quicker ones are always taken."""
+"""Seconds of :data:`MOST` items from which on a function is slow. The quicker ones are always taken."""
 
 SECONDS = 100.0
 """What the functions of ``slow.csv`` may take together, of one processor."""
+
+WHOLE_SECONDS = 15.0
+"""What one function may take with ``--full``, of one processor. ``slow.csv`` lists those that take longer, and slow ones."""
 
 FULL_ONLY = (
     "tests/trainers/",
@@ -81,14 +89,27 @@ def selected(
         seconds: what slow functions may take; :data:`SECONDS` if it is None.
         left_out: how the names of those begin that it never takes.
     """
-    functions: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if not item.nodeid.startswith(left_out):
-            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    functions = _by_function(item for item in items if not item.nodeid.startswith(left_out))
     drawn = _drawn(functions.keys() - WHOLE.keys() - OF_EACH_OPTIMIZER.keys(), random.Random(seed), seconds)
     chosen = {id(item) for name in drawn for item in _covering(functions[name], random.Random(f"{seed} {name}"))}
     for name in (WHOLE.keys() | OF_EACH_OPTIMIZER.keys()) & functions.keys():
         chosen |= {id(item) for item in _named(name, functions[name], random.Random(f"{seed} {name}"))}
+    return [item for item in items if id(item) in chosen]
+
+
+def full(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
+    """Those of ``items`` that a run with ``--full`` and ``seed`` takes, in their order."""
+    costs, chosen = slow(), set[int]()
+    for name, own in _by_function(items).items():
+        most = len(own)
+        if name in costs and name not in WHOLE:
+            optimizers = {optimizer for item in own if (optimizer := _optimizer(item))}
+            most = max(int(WHOLE_SECONDS / costs[name] * min(MOST, len(own))), MOST, len(optimizers))
+        order = random.Random(f"{seed} {name}")
+        taken = _covering(own, order, most)
+        rest = [item for item in own if item not in taken]
+        taken += order.sample(rest, min(len(rest), most - len(taken)))
+        chosen |= {id(item) for item in taken}
     return [item for item in items if id(item) in chosen]
 
 
@@ -100,7 +121,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
 
     def cost(file: str) -> float:
-        counts = Counter(item.nodeid.partition("[")[0] for item in files[file])
+        counts = Counter(map(_function, files[file]))
         return sum(seconds.get(name, 0.02) / min(MOST, n) * n for name, n in counts.items())
 
     return [item for file in sorted(files, key=cost, reverse=True) for item in files[file]]
@@ -110,8 +131,9 @@ def _drawn(functions: Iterable[str], order: random.Random, seconds: float | None
     """All of ``functions`` that are quick, and some of the slow ones."""
     costs, left, taken = slow(), SECONDS if seconds is None else seconds, []
     for name in order.sample(names := sorted(functions), len(names)):
-        if (cost := costs.get(name, 0.0)) <= left:
-            left -= cost
+        cost = costs.get(name, 0.0)
+        if cost < SLOW or cost <= left:
+            left -= cost * (cost >= SLOW)
             taken.append(name)
     return taken
 
@@ -127,16 +149,47 @@ def _named(name: str, items: list[pytest.Item], order: random.Random) -> list[py
     return [*taken, *by_optimizer.values()]
 
 
-def _covering(items: list[pytest.Item], order: random.Random) -> list[pytest.Item]:
-    """Some of one function's ``items`` that have every value of each of its parameters, at most :data:`MOST`."""
+def _covering(items: list[pytest.Item], order: random.Random, most: int | None = None) -> list[pytest.Item]:
+    """Some of one function's ``items`` that have every value of each of its parameters, at most ``most`` or :data:`MOST`.
+
+    The first ones have every optimizer.
+    """
     taken: list[pytest.Item] = []
-    covered: set[tuple[str, int]] = set()
-    for item in order.sample(sorted(items, key=lambda item: item.nodeid), len(items)):
-        values = {*getattr(getattr(item, "callspec", None), "indices", {"": 0}).items()}
-        if not values <= covered and len(taken) < MOST:
-            covered |= values
-            taken.append(item)
+    covered: set[tuple[str, Any]] = set()
+    shuffled = order.sample(sorted(items, key=lambda item: item.nodeid), len(items))
+    for values_of in (lambda item: {"optimizer": _optimizer(item)}, _indices):
+        for item in shuffled:
+            values = {*values_of(item).items()}
+            if not values <= covered and item not in taken and len(taken) < (most or MOST):
+                covered |= values | {*_indices(item).items()}
+                taken.append(item)
     return taken
+
+
+def _indices(item: pytest.Item) -> dict[str, int]:
+    """The place of each parameter's value among its values."""
+    return getattr(getattr(item, "callspec", None), "indices", {"": 0})
+
+
+def _optimizer(item: pytest.Item) -> str:
+    """The name of the optimizer that a parameter of ``item`` is, or that a case of the catalogue has; empty without one."""
+    values = getattr(getattr(item, "callspec", None), "params", {}).values()
+    classes = (getattr(value, "optimizer", value) for value in values)
+    return next((c.__name__ for c in classes if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)), "")
+
+
+def _function(item: pytest.Item) -> str:
+    """The name of the function, and whether Inductor compiles for this item of it."""
+    values = getattr(getattr(item, "callspec", None), "params", {}).values()
+    compiled = any(isinstance(value, str) and value == "inductor" for value in values)
+    return item.nodeid.partition("[")[0] + "[inductor]" * compiled
+
+
+def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        functions.setdefault(_function(item), []).append(item)
+    return functions
 
 
 def _write_slow() -> None:
@@ -144,13 +197,16 @@ def _write_slow() -> None:
     by_function: dict[str, list[float]] = {}
     root = Path(__file__).parents[2]
     for name, seconds in json.loads((root / ".pytest_cache" / "v" / "durations").read_text()).items():
-        by_function.setdefault(name.partition("[")[0], []).append(seconds)
-    found = {name: fmean(times) * min(MOST, len(times)) for name, times in by_function.items()}
-    known = slow() | found
+        function, _, case = name.partition("[")
+        by_function.setdefault(function + "[inductor]" * ("inductor" in case), []).append(seconds)
+    known = slow()
+    for name, times in by_function.items():
+        cost = fmean(times) * min(MOST, len(times))
+        known[name] = cost if cost >= SLOW or sum(times) > WHOLE_SECONDS else 0.0
     with Path(__file__).with_name("slow.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("function", "seconds"))
-        writer.writerows((name, f"{s:.1f}") for name, s in sorted(known.items()) if s >= SLOW)
+        writer.writerows((name, f"{s:.1f}") for name, s in sorted(known.items()) if s)
 
 
 if __name__ == "__main__":
