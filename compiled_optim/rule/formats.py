@@ -100,9 +100,15 @@ def _in_place(x: Any, lower: int, noise: Any = None) -> Any:
     return where(x == x, _raised(bits(x), lower, noise), _NOT_A_NUMBER)
 
 
+@word
+def to_bfloat16(x: Any) -> Any:
+    """``x`` rounded to bfloat16, ties to even, as a float32."""
+    return from_upper(_in_place(x, _LOWER["bfloat16"]))
+
+
 def nearest(x: Any, dtype: str) -> Any:
     """``x`` rounded to ``dtype``, ties to even, as a float32."""
-    return randomly_rounded(x, None, dtype)
+    return to_bfloat16(x) if dtype == "bfloat16" else randomly_rounded(x, None, dtype)
 
 
 def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:

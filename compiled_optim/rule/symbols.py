@@ -19,7 +19,7 @@ WORDS: dict[str, Callable[..., Any]] = {}
 """The words of the vocabulary, by name."""
 
 OF_FORMATS: dict[str, bool | None] = dict.fromkeys(("bits", "integer", "group_max"), True)
-OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number"), False), "broadcast": None}
+OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number", "to_bfloat16"), False), "broadcast": None}
 """The words that no optimizer needs, which messages leave out: whether they make integers; None: of integers only."""
 
 OF_MATRICES = {"gram", "identity", "quadratic"}  # the words that only updates of whole matrices have
@@ -42,7 +42,7 @@ def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def traced(*values: _P.args, **named: _P.kwargs) -> _R:
         for value in values:
-            if isinstance(value, Symbol):
+            if isinstance(value, Symbol) and function.__name__ not in value.code.dialect.spelled_out:
                 return cast(_R, value.code.call(function.__name__, *values))
         return function(*values, **named)
 
@@ -132,8 +132,9 @@ _MAKES_INTEGERS = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make in
 class Dialect:
     """How one language writes statements, numbers and logic; ``{}`` stands for the parts.
 
-    A word of the vocabulary is a function with an underscore behind its name, as ``sqrt_``; in ``calls`` are others. Where
-    ``quadratic``, a polynomial of a symmetric matrix is one operation.
+    A word of the vocabulary is a function with an underscore behind its name, as ``sqrt_``; in ``calls`` are others. A word
+    in ``spelled_out`` is written as the words that it is made of. Where ``quadratic``, a polynomial of a symmetric matrix is
+    one operation.
     """
 
     statement: str
@@ -142,6 +143,7 @@ class Dialect:
     either: str
     integer: str = "{}"
     calls: tuple[tuple[str, str], ...] = ()
+    spelled_out: frozenset[str] = frozenset({"to_bfloat16"})
     quadratic: bool = False
 
 

@@ -51,6 +51,13 @@ FULL_ONLY = (
 )
 """What takes minutes: other packages, fresh environments, kernels and Inductor's GPU code in Triton's interpreter."""
 
+EVERY_CASE = (
+    "tests/optimizers/test_reference.py::test_equals_torch",
+    "tests/lowering/test_kernel_stacks.py::test_interpreted_loops_equal_eager_steps",
+    "tests/lowering/test_triton.py::test_interpreted_kernels_equal_eager",
+)
+"""What takes no case less with ``--full``: the catalogue, and the tests that run kernels for GPUs on a CPU."""
+
 WHOLE: dict[str, Callable[[Any], bool]] = {
     "tests/optimizers/test_reference.py::test_equals_torch": (
         lambda p: (p["dtype"], p["lowering"]) == (torch.float64, "eager")
@@ -102,7 +109,7 @@ def full(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
     costs, chosen = slow(), set[int]()
     for name, own in _by_function(items).items():
         most = len(own)
-        if name in costs and name not in WHOLE:
+        if name in costs and name not in EVERY_CASE:
             optimizers = {optimizer for item in own if (optimizer := _optimizer(item))}
             most = max(int(WHOLE_SECONDS / costs[name] * min(MOST, len(own))), MOST, len(optimizers))
         order = random.Random(f"{seed} {name}")

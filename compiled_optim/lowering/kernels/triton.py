@@ -46,6 +46,7 @@ _EXPRESSIONS = {
     "bits_(x)": "x.to(tl.float32).to(tl.int32, bitcast=True)",
     "from_bits_(x)": "x.to(tl.float32, bitcast=True)",
     "from_upper_(x)": "(x & -65536).to(tl.float32, bitcast=True)",
+    "to_bfloat16_(x)": "x.to(tl.bfloat16).to(tl.float32)",
     "integer_(x)": "x.to(tl.int32)",
     "number_(x)": "x.to(tl.float32)",
     "shift_right_(whole, count)": "whole >> count",
@@ -153,7 +154,7 @@ def store_shared(pointer, start, left, x, row: tl.constexpr):
 )
 
 _INDENT = "    "
-_DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),))
+_DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),), spelled_out=frozenset())
 # State of 8 bits is further from exact than a root that is not rounded to nearest.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
 _ACCESSES = {
