@@ -101,6 +101,16 @@ def seed() -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True, scope="session")
+def short_lists() -> Iterator[None]:
+    """Let Inductor compile for two tensors at a time, half as many as for users, in 0.6 of the time."""
+    from compiled_optim.lowering.torch_ops import inductor
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(inductor, "COUNT_UNFUSED", 2)
+        yield
+
+
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""

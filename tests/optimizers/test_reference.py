@@ -55,20 +55,20 @@ CHECKED = [
 ]
 
 
-_short_kernels: dict[Any, Any] = {}
+LONG = inductor.COUNT_UNFUSED
+_long_kernels: dict[Any, Any] = {}
 
 
 @pytest.fixture
-def short_lists(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let Inductor compile for two tensors at a time, half as many as for users, in 0.6 of the time. Of each optimizer one
-    case is as for users."""
-    if case != _second(case.optimizer):
-        monkeypatch.setattr(inductor, "COUNT_UNFUSED", 2)
-        monkeypatch.setattr(inductor, "_kernels", _short_kernels)
+def long_lists(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let Inductor compile one case of each optimizer for as many tensors at a time as for users."""
+    if case == _second(case.optimizer):
+        monkeypatch.setattr(inductor, "COUNT_UNFUSED", LONG)
+        monkeypatch.setattr(inductor, "_kernels", _long_kernels)
 
 
 @pytest.mark.parametrize(("dtype", "case", "lowering"), CHECKED, ids=str)
-def test_equals_torch(case: Case, dtype: torch.dtype, lowering: str, short_lists: None) -> None:
+def test_equals_torch(case: Case, dtype: torch.dtype, lowering: str, long_lists: None) -> None:
     """Every case in every dtype and every lowering, but for half of Inductor's in float32: each takes seconds, for the text
     that it has in float64 too."""
     _compare(case, dtype, lowering, absent=0)
@@ -76,7 +76,7 @@ def test_equals_torch(case: Case, dtype: torch.dtype, lowering: str, short_lists
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_absent_gradients_equal_torch(case: Case, lowering: str, short_lists: None) -> None:
+def test_absent_gradients_equal_torch(case: Case, lowering: str, long_lists: None) -> None:
     _compare(case, torch.float64, lowering, absent=3)
 
 
@@ -125,7 +125,7 @@ def _compare(case: Case, dtype: torch.dtype, lowering: str, absent: int) -> None
 
 
 @pytest.mark.parametrize("case", cases(), ids=str)
-def test_lowerings_agree(case: Case, short_lists: None) -> None:
+def test_lowerings_agree(case: Case) -> None:
     """In float32, or in float64 where Inductor compiles nothing else of a case."""
     results = []
     dtype, limit = (torch.float32, 3e-7) if case in IN_FLOAT32 else (torch.float64, TOLERANCE[torch.float64])

@@ -148,4 +148,4 @@ def test_a_seed_holds_for_what_is_named_in_every_process(pytestconfig: pytest.Co
     done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) < 12
+    assert int(passed[1]) < 14  # all of them

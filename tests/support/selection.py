@@ -6,8 +6,10 @@ seed decides which values meet. Of the functions that take long, the seed draws 
 With ``--full`` each function is taken, with all its items if they take no longer than :data:`WHOLE_SECONDS`. Of the others
 it takes as many as take that long, at least one of each optimizer.
 
-What Inductor compiles of a function, which takes seconds for each item, counts as a function of its own. A file or a test
-that is named runs whole, unless ``--selection`` names the seed.
+What Inductor compiles of a function, which takes seconds for each item, counts as a function of its own. With ``--full`` the
+seed draws of the slow ones as many as :data:`COMPILED_SECONDS` allow: they compute what eager steps do.
+
+A file or a test that is named runs whole, unless ``--selection`` names the seed.
 """
 
 from __future__ import annotations
@@ -34,8 +36,11 @@ SLOW = 3.0
 SECONDS = 100.0
 """What the functions of ``slow.csv`` may take together, of one processor."""
 
-WHOLE_SECONDS = 15.0
+WHOLE_SECONDS = 10.0
 """What one function may take with ``--full``, of one processor. ``slow.csv`` lists those that take longer, and slow ones."""
+
+COMPILED_SECONDS = 400.0
+"""What the slow functions that Inductor compiles may take together with ``--full``, of one processor."""
 
 FULL_ONLY = (
     "tests/trainers/",
@@ -55,8 +60,9 @@ EVERY_CASE = (
     "tests/optimizers/test_reference.py::test_equals_torch",
     "tests/lowering/test_kernel_stacks.py::test_interpreted_loops_equal_eager_steps",
     "tests/lowering/test_triton.py::test_interpreted_kernels_equal_eager",
+    "tests/storage/test_shards.py::test_on_two_processes",
 )
-"""What takes no case less with ``--full``: the catalogue, and the tests that run kernels for GPUs on a CPU."""
+"""What takes no case less with ``--full``: the catalogue, what runs kernels for GPUs on a CPU, shards."""
 
 WHOLE: dict[str, Callable[[Any], bool]] = {
     "tests/optimizers/test_reference.py::test_equals_torch": (
@@ -106,12 +112,18 @@ def selected(
 
 def full(items: Iterable[pytest.Item], seed: int) -> list[pytest.Item]:
     """Those of ``items`` that a run with ``--full`` and ``seed`` takes, in their order."""
-    costs, chosen = slow(), set[int]()
-    for name, own in _by_function(items).items():
-        most = len(own)
-        if name in costs and name not in EVERY_CASE:
+    costs, left, chosen = slow(), COMPILED_SECONDS, set[int]()
+    functions = _by_function(items)
+    for name in random.Random(seed).sample(sorted(functions), len(functions)):
+        own = functions[name]
+        most, each = len(own), costs.get(name, 0.0) / min(MOST, len(own))
+        if each and name not in EVERY_CASE:
             optimizers = {optimizer for item in own if (optimizer := _optimizer(item))}
-            most = max(int(WHOLE_SECONDS / costs[name] * min(MOST, len(own))), MOST, len(optimizers))
+            most = min(most, max(int(WHOLE_SECONDS / each), MOST, len(optimizers)))
+        if name.endswith(_COMPILED) and name.removesuffix(_COMPILED) not in EVERY_CASE:
+            if most * each > left:
+                continue
+            left -= most * each
         order = random.Random(f"{seed} {name}")
         taken = _covering(own, order, most)
         rest = [item for item in own if item not in taken]
@@ -185,11 +197,14 @@ def _optimizer(item: pytest.Item) -> str:
     return next((c.__name__ for c in classes if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)), "")
 
 
+_COMPILED = "[inductor]"
+
+
 def _function(item: pytest.Item) -> str:
     """The name of the function, and whether Inductor compiles for this item of it."""
     values = getattr(getattr(item, "callspec", None), "params", {}).values()
     compiled = any(isinstance(value, str) and value == "inductor" for value in values)
-    return item.nodeid.partition("[")[0] + "[inductor]" * compiled
+    return item.nodeid.partition("[")[0] + _COMPILED * compiled
 
 
 def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
@@ -205,7 +220,7 @@ def _write_slow() -> None:
     root = Path(__file__).parents[2]
     for name, seconds in json.loads((root / ".pytest_cache" / "v" / "durations").read_text()).items():
         function, _, case = name.partition("[")
-        by_function.setdefault(function + "[inductor]" * ("inductor" in case), []).append(seconds)
+        by_function.setdefault(function + _COMPILED * ("inductor" in case), []).append(seconds)
     known = slow()
     for name, times in by_function.items():
         cost = fmean(times) * min(MOST, len(times))
