@@ -102,7 +102,7 @@ def _in_place(x: Any, lower: int, noise: Any = None) -> Any:
 
 @word
 def to_bfloat16(x: Any) -> Any:
-    """``x`` rounded to bfloat16, ties to even, as a float32."""
+    """``x`` rounded to bfloat16, ties to even, as a float32. A processor's own instruction gives NaN other bits."""
     return from_upper(_in_place(x, _LOWER["bfloat16"]))
 
 
