@@ -60,9 +60,15 @@ EVERY_CASE = (
     "tests/optimizers/test_reference.py::test_equals_torch",
     "tests/lowering/test_kernel_stacks.py::test_interpreted_loops_equal_eager_steps",
     "tests/lowering/test_triton.py::test_interpreted_kernels_equal_eager",
+    "tests/checkpoint/test_distributed.py::test_on_two_processes",
+    "tests/checkpoint/test_low_precision_distributed.py::test_on_two_processes",
+    "tests/lowering/test_owners.py::test_on_processes",
+    "tests/lowering/test_stored_in_triton.py::test_interpreted_kernels_equal_eager_bit_by_bit",
     "tests/storage/test_shards.py::test_on_two_processes",
+    "tests/trainers/test_two_processes.py::test_on_two_processes",
 )
-"""What takes no case less with ``--full``: the catalogue, what runs kernels for GPUs on a CPU, shards."""
+"""What takes no case less with ``--full``: the catalogue, what runs kernels for GPUs on a CPU, and what other processes
+compute for all cases at once."""
 
 WHOLE: dict[str, Callable[[Any], bool]] = {
     "tests/optimizers/test_reference.py::test_equals_torch": (
