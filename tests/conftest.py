@@ -15,7 +15,7 @@ _CHOICES = ("full", "named", "selection", "slow", "whole")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run every test, not a selection of each function's")
+    parser.addoption("--full", action="store_true", help="run all cases of a function but where they take long")
     parser.addoption("--selection", type=int, help="the seed of the selection (today's date); of files that are named too")
     parser.addoption("--slow", type=float, default=selection.SECONDS, help="seconds for the selection's slow functions")
     parser.addoption("--time-left", action="store_true", help="a line of progress in place of dots")

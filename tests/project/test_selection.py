@@ -143,9 +143,9 @@ def test_a_seed_holds_for_what_is_named_in_every_process(pytestconfig: pytest.Co
         "-q",
         "--selection=7",
         "--slow=1",
-        "tests/lowering/test_launches.py",
+        "tests/project/test_public.py",
     ]
     done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
     passed = re.search(r"(\d+) passed", done.stdout)
     assert passed is not None
-    assert int(passed[1]) < 14  # all of them
+    assert int(passed[1]) < 14  # of more than fifty
