@@ -15,6 +15,8 @@ import torch
 from compiled_optim.convert.forms import listed
 from compiled_optim.convert.whole import Writers
 
+_IS_FOLDER = 0x10  # of the attributes of a file in a zip archive, as MS-DOS has them
+
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any:
     """What a file holds, on the CPU: in memory, or with a ``scratch`` directory mapped from the file, if it is a zip file.
@@ -42,10 +44,8 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any
 
 def _load(path: Path, *, is_mapped: bool) -> Any:
     is_zip = zipfile.is_zipfile(path)
-    if is_zip:  # torch.load does not compare the checksums
-        with zipfile.ZipFile(path) as archive:
-            if damaged := archive.testzip():
-                raise ValueError(f"the checksum of {damaged} is wrong")
+    if is_zip:
+        _check_archive(path)
     if is_zip and is_mapped and path.suffix != ".safetensors":  # for a path, torch.load goes by its suffix
         load = partial(torch.load, str(path), mmap=True, map_location="cpu", weights_only=True)
     else:
@@ -57,6 +57,16 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
             raise
         _know_torchao()
         return load()
+
+
+def _check_archive(path: Path) -> None:
+    """Refuse what torch.load reads: wrong checksums, and records marked as folders, whose memory it leaves unset."""
+    with zipfile.ZipFile(path) as archive:
+        if (damaged := archive.testzip()) is not None:
+            raise ValueError(f"the checksum of {damaged!r} is wrong")
+        for record in archive.infolist():
+            if record.file_size and record.external_attr & _IS_FOLDER:
+                raise ValueError(f"{record.filename!r} is marked as a folder")
 
 
 def _load_opened(path: Path) -> Any:

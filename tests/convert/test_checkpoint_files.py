@@ -669,6 +669,24 @@ class TestFuzz:
             outcomes[_outcome(path, out, places.choice(("torch", "named", "optimi")))] += 1
         assert min(outcomes["unread"], outcomes["written"]) > 10
 
+    def test_each_bit_of_an_entry_of_the_archive(self, tmp_path: Path) -> None:
+        """One bit marks a record as a folder: torch.load then leaves the memory of its tensor unset."""
+        path = tmp_path / "a.pt"
+        torch.save(_adamw(), path)
+        content, expected, messages = path.read_bytes(), _values(files.read(path)), []
+        directory = content.index(b"PK\x01\x02")
+        start = content.rindex(b"PK\x01\x02", directory, content.index(b"a/data/1", directory))
+        for bit in range(8 * (46 + len("a/data/1"))):
+            damaged = bytearray(content)
+            damaged[start + bit // 8] ^= 1 << bit % 8
+            path.write_bytes(damaged)
+            read = _attempt(lambda: files.read(path), tmp_path)
+            if isinstance(read, str):
+                messages.append(read)
+            else:
+                assert _values(read) == expected, bit
+        assert sum("'a/data/1' is marked as a folder" in message for message in messages) == 1
+
     def test_files_of_safetensors(self, tmp_path: Path) -> None:
         places = random.Random(2)
         path, out = tmp_path / "in" / "a.safetensors", tmp_path / "out" / "a.safetensors"

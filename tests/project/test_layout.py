@@ -104,7 +104,7 @@ BUDGET = {
     "capture": 1127,
     "checkpoint": 1270,
     "command_line": 1610,
-    "convert": 1360,
+    "convert": 1370,
     "groups": 1280,
     "lowering": 5014,
     "memory": 1236,
