@@ -8,17 +8,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import triton_stacks
 from compiled_optim.lowering.kernels.cpp_stacks import StackLoops, stack_source
-from compiled_optim.lowering.kernels.table import CoefficientTable
+from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, CoefficientTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.lowering.stacked import Stack, StackTableLowering, seen_shape
+from compiled_optim.lowering.stacked import Stack, StackTableLowering
 from compiled_optim.lowering.torch_ops.eager import Lowering
 from compiled_optim.lowering.torch_ops.inductor import fits_indices
 from compiled_optim.memory.cache import library
@@ -27,6 +27,8 @@ from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import COEFFICIENTS, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.rule.rule import Rule
+from compiled_optim.rule.transforms import equal_parts
 
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 """The most elements in a stack of several tensors, by granularity: sums need little memory, and products stay in caches."""
@@ -40,8 +42,8 @@ _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape 
 def serves(plan: Plan, source_of: Callable[..., Any] = stack_source) -> bool:
     """Whether the rule does no more with the plan's tensors than loops, which ``source_of`` writes, and products can."""
     pairs = zip(plan.members, plan.grad_dtypes, strict=True)
-    found = {(kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in pairs}
-    return all(_is_written(plan, source_of, key, shape) for key, shape in found if shape.numel())
+    found = {(kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in pairs if m.owner.numel()}
+    return all(_is_written(plan, source_of, key, shape) for key, shape in found)
 
 
 def serves_where_they_are(plan: Plan) -> bool:
@@ -58,14 +60,43 @@ def serves_where_they_are(plan: Plan) -> bool:
 
 
 def _is_written(plan: Plan, source_of: Callable[..., Any], key: KernelKey, shape: torch.Size) -> bool:
-    seen = seen_shape(plan.rule, plan.statics, shape)
-    if (source := source_of(key, seen)) is None or source_of(key.with_all_buffers(), seen) is None:
-        return False
-    sizes = source.update.sizes(seen)
-    fields = {b.name: b for b in plan.rule.buffers}
-    shapes = [plan.rule.shape_of(fields[name], shape, plan.statics) for name in plan.buffers]
-    axes = [source.update.inputs[f"buffer{i}"] for i in range(len(shapes))]
-    return [math.prod(s) for s in shapes] == [math.prod(sizes[letter] for letter in own if letter) for own in axes]
+    key, fields, parts = _of_parts(key), {b.name: b for b in plan.rule.buffers}, _parts(plan.rule, plan.statics, shape)
+    if len(parts) > 1 and (len(shape) > 2 or plan.rule.reads_index(plan.statics)):
+        return False  # the matrices of a part do not lie together, or its elements are counted from another one's
+    for part in parts:
+        if (source := source_of(key, part.shape)) is None or source_of(key.with_all_buffers(), part.shape) is None:
+            return False
+        sizes, whole = source.update.sizes(part.shape), torch.Size((math.prod(part.shape[:-1]), part.shape[-1]))
+        shapes = [plan.rule.shape_of(fields[n], shape if len(parts) == 1 else whole, plan.statics) for n in plan.buffers]
+        axes = [source.update.inputs[f"buffer{i}"] for i in range(len(shapes))]
+        if [math.prod(s) for s in shapes] != [math.prod(sizes[letter] for letter in own if letter) for own in axes]:
+            return False
+    return True
+
+
+class Part(NamedTuple):
+    """Rows of a tensor that loops update as one: a vector, a matrix, or a batch of matrices.
+
+    ``first`` is how many rows come before them, ``shape`` is what loops see.
+    """
+
+    first: int
+    shape: tuple[int, ...]
+
+
+def _parts(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> list[Part]:
+    """The parts of a parameter; equal ones that follow each other are a batch."""
+    if rule.granularity != "matrix":
+        sizes = [shape[axis] for axis in rule.axes_of(shape, statics)]
+        return [Part(0, (shape.numel(),) if len(sizes) < 2 else (math.prod(sizes[:-2]), *sizes[-2:]))]
+    *batch, rows, columns = shape
+    found = [(first, count * math.prod(batch), own) for first, count, own in equal_parts(statics.get("split") or [rows])]
+    return [Part(first, (count, own, columns) if batch or count > 1 else (own, columns)) for first, count, own in found]
+
+
+def _of_parts(key: KernelKey) -> KernelKey:
+    """The key of the rule that updates each part as a whole."""
+    return dataclasses.replace(key, statics=tuple(choice for choice in key.statics if choice[0] != "split"))
 
 
 class LoopLowering(StackTableLowering):
@@ -77,14 +108,19 @@ class LoopLowering(StackTableLowering):
         return LoopStack(self.plan, positions, key)
 
     def _key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
-        return _key(self.plan, member, grad_dtype, stack_source)
+        return kernel_key(self.plan, member, grad_dtype, "")
 
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
         return max(_ELEMENTS[self.plan.rule.granularity] // shape.numel(), 1)
 
     def _kernel_of(self, stack: Stack, names: Sequence[str]) -> Any:
+        assert isinstance(stack, LoopStack)
         loops = functools.partial(StackLoops, load=functools.cache(library))  # which shapes share, and no step loads
-        return self._log.obtain(_kernels, stack.key, names, functools.partial(_by_shape, loops, stack.shape))
+        made = {part: (stack.shape(part), _key(stack.key, part, stack_source)) for part in stack.parts}
+        return {
+            part: self._log.obtain(_kernels, key, names, functools.partial(_by_shape, loops, shape))
+            for part, (shape, key) in made.items()
+        }
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         Lowering.prepare(self, grads, captures)
@@ -111,9 +147,14 @@ class LoopStack(Stack):
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         super().__init__(plan, positions, key)
+        self.parts = _parts(plan.rule, plan.statics, self._owner.shape)
         is_seen = self._axes is None and not plan.sharded
         self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
+
+    def shape(self, part: Part) -> tuple[int, ...]:
+        """The shape of what a kernel updates at once: if there are several parts, it is the one of a single tensor."""
+        return len(self._own) if len(self.parts) == 1 else 1, *part.shape
 
     def update(self, grads: Sequence[Tensor | None], table: CoefficientTable) -> None:
         """Update the tensors that have one of ``grads``, over the whole plan, with coefficients of ``table``."""
@@ -136,10 +177,23 @@ class LoopStack(Stack):
         _copy(self._buffers, held_buffers)
 
     def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
-        tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
-        tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
-        given = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.kernel(self.shape).run(given, table.coefficients.shape[1])
+        numbers = {"coefficients": table.coefficients, "outcome": table.outcome}
+        for part in self.parts:
+            kernel = self.kernel[part](self.shape(part))
+            for tensors in self._tensors(part, params, grads, buffers):
+                given = {name: tensor.data_ptr() for name, tensor in {**numbers, **tensors}.items()}
+                kernel.run(given, table.coefficients.shape[1])
+
+    def _tensors(self, part: Part, params: Tensor, grads: Tensor, buffers: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+        """What a kernel takes to update ``part``: of all tensors at once, or of each, where buffers have other parts too."""
+        if len(self.parts) == 1:
+            yield {"index": self._index, "params": params, "grads": grads, **_named(buffers)}
+            return
+        row, grad_row = (part.shape[-1] * dtype.itemsize for dtype in self.key.dtypes[:2])
+        grads = _moved(grads, part.first * grad_row)
+        for i, address in enumerate(torch.split(params + part.first * row, 1)):
+            own = _named([buffer[i, part.first :] for buffer in buffers])
+            yield {"index": self._index[i:], "params": address, "grads": grads, **own}
 
 
 class KernelStackLowering(MultiTensorLowering):
@@ -152,13 +206,13 @@ class KernelStackLowering(MultiTensorLowering):
         positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.owner.numel():
-                key = _key(plan, member, grad_dtype, triton_stacks.stack_source)
-                positions.setdefault((key, member.owner.shape), []).append(i)
+                positions.setdefault((kernel_key(plan, member, grad_dtype, ""), member.owner.shape), []).append(i)
         self.stacks = [
-            KernelStack(plan, where[start : start + most], key)
+            KernelStack(plan, where[start : start + most], key, part)
             for (key, shape), where in positions.items()
             for most in [min(max(_BYTES // (compute_dtype(key.dtypes[0]).itemsize * shape.numel()), 1), _TENSORS)]
             for start in range(0, len(where), most)
+            for part in _parts(plan.rule, plan.statics, shape)
         ]
 
     def _table_key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
@@ -187,18 +241,28 @@ class KernelStackLowering(MultiTensorLowering):
 
 
 class KernelStack:
-    """Tensors of one shape at ``positions`` of a plan."""
+    """A part of tensors of one shape at ``positions`` of a plan."""
 
     kernels: triton_stacks.StackKernels  # once it is compiled
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
-        self.positions, self.key = positions, key
-        self.shape = (len(positions), *seen_shape(plan.rule, plan.statics, plan.members[positions[0]].owner.shape))
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, part: Part) -> None:
+        self.positions, self.key = positions, _key(key, part, triton_stacks.stack_source)
+        self.shape = (len(positions), *part.shape)
         self._index = torch.tensor(positions, device="cpu").to(plan.device)
+        self._bytes_before: Tensor | None = None  # of parameters and buffers, as in a tensor table
+        if part.first:
+            member = plan.members[positions[0]]
+            held = {PARAM: member.param, **{i: member.entries[name] for i, name in enumerate(plan.buffers, BUFFERS)}}
+            before = [held[i][: part.first].nbytes if i in held else 0 for i in range(BUFFERS + len(plan.buffers))]
+            self._bytes_before = torch.tensor(before, device="cpu").view(-1, 1).to(plan.device)
+            self._grad_bytes_before = part.first * part.shape[-1] * key.dtypes[1].itemsize
 
     def update(self, tensors: Tensor, table: CoefficientTable) -> None:
         """Update the tensors, whose rows are ``tensors`` as in a tensor table, with coefficients of ``table``."""
-        given = {"tensors": tensors, "grads": table.grads, "index": self._index, "outcome": table.outcome}
+        grads = table.grads
+        if self._bytes_before is not None:
+            tensors, grads = tensors + self._bytes_before, _moved(grads, self._grad_bytes_before)
+        given = {"tensors": tensors, "grads": grads, "index": self._index, "outcome": table.outcome}
         self.kernels.run(given | {"coefficients": table.coefficients}, table.inputs.shape[1])
 
 
@@ -209,15 +273,24 @@ def _by_shape(kind: Callable[..., Any], shape: Sequence[int], key: KernelKey) ->
     return of_shape
 
 
-def _key(plan: Plan, member: Member, grad_dtype: torch.dtype, source_of: Callable[..., Any]) -> KernelKey:
-    """The key of the kernel that updates ``member``; stacks whose code is the same share one."""
-    key, shape = kernel_key(plan, member, grad_dtype, ""), seen_shape(plan.rule, plan.statics, member.owner.shape)
-    source = source_of(key, shape)
+def _key(key: KernelKey, part: Part, source_of: Callable[..., Any]) -> KernelKey:
+    """The key of the kernel that updates ``part`` of tensors of ``key``; stacks whose code is the same share one."""
+    key = _of_parts(key)
+    source = source_of(key, part.shape)
     assert source is not None, "not all of the plan is served"
     # What Triton compiles depends on these, too.
-    kinds = "" if plan.device.type == "cpu" else str([(size == 1, size % 16 == 0) for size in shape])
-    example = _examples.setdefault(source.text + kinds, shape)
+    kinds = "" if key.device == "cpu" else str([(size == 1, size % 16 == 0) for size in part.shape])
+    example = _examples.setdefault(source.text + kinds, part.shape)
     return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
+
+
+def _named(buffers: Sequence[Tensor]) -> dict[str, Tensor]:
+    return {f"buffer{i}": buffer for i, buffer in enumerate(buffers)}
+
+
+def _moved(grads: Tensor, offset: int) -> Tensor:
+    """Addresses of gradients that are there, ``offset`` bytes on."""
+    return torch.where(grads == 0, grads, grads + offset)
 
 
 def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:

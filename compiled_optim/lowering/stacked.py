@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.rule import INDEX, Rule, number_type
+from compiled_optim.rule.rule import INDEX, number_type
 
 BLOCK = 256  # how many numbers a program adds up in the second stage
 _ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
@@ -266,7 +266,6 @@ class Stack:
         self._matrices = plan.rule.granularity == "matrix"
         axes = plan.rule.axes_of(self._owner.shape, plan.statics)
         self._axes = None if axes == tuple(range(len(axes))) else axes
-        self.shape = (len(members), *seen_shape(plan.rule, plan.statics, self._owner.shape))
         self._index = torch.tensor(positions, device=plan.device)
         self._dtype = compute_dtype(self._params[0].dtype)
         self._buffers = [stack_of([m.entries[name] for m in members]) for name in plan.buffers]
@@ -283,7 +282,6 @@ class Stack:
         self.owners = owners(self._likes, len(self.positions), first)
         if self.owners is not None:
             self._own = self.owners.own
-            self.shape = (len(self._own), *self.shape[1:])
             self._index = self._index[self._own]
         # Rows of numbers begin at multiples of 16 bytes, or Inductor's code copies each.
         spare = self._index.new_zeros(-len(self._index) % 4)
@@ -348,14 +346,6 @@ class Stack:
             return seen.view(len(seen), *like.shape)
         full = seen.view(len(seen), *(like.shape[axis] for axis in self._axes))
         return full.permute(0, *(1 + self._axes.index(axis) for axis in range(like.dim())))
-
-
-def seen_shape(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> tuple[int, ...]:
-    """The shape in which an update sees a parameter: a vector, a matrix, or a batch of matrices."""
-    if rule.granularity == "matrix":
-        return tuple(shape)
-    sizes = [shape[axis] for axis in rule.axes_of(shape, statics)]
-    return (shape.numel(),) if len(sizes) < 2 else (math.prod(sizes[:-2]), *sizes[-2:])
 
 
 def stack_of(tensors: Sequence[Tensor]) -> Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -191,16 +191,22 @@ def in_parts(rule: Rule) -> Rule:
         numbers = values["c"]
         c = type(numbers)(*(number.unsqueeze(-1) for number in numbers))  # parts that are equal are a dimension more
         names = ["param", *(b.name for b in rule.buffers if values.get(b.name) is not None)]
-        start, parts = 0, []
-        for rows, equal in itertools.groupby(sizes):
-            count = len(list(equal))
+        parts = []
+        for start, count, rows in equal_parts(sizes):
             own = {n: values[n].narrow(-2, start, count * rows).unflatten(-2, (count, rows)) for n in (*names, "grad")}
             parts.append(rule.updated({**values, **own, "c": c}))
-            start += count * rows
         whole = {name: torch.cat([part[name].flatten(-3, -2) for part in parts], -2) for name in names}
         return {**whole, "step": 0.0}
 
     return dataclasses.replace(rule, options=(*rule.options, *options), update=update)
+
+
+def equal_parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """The first row of each run of equal ``sizes``, how many these are, and the size."""
+    start = 0
+    for rows, equal in itertools.groupby(sizes):
+        yield start, (count := len(list(equal))), rows
+        start += count * rows
 
 
 def _check_split(value: Any, what: str) -> None:

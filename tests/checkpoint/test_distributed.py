@@ -728,8 +728,8 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both processes have run every check, after one process wrote what they load."""
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both processes have run the checks, after one process wrote what they load."""
     directory = tmp_path_factory.mktemp("distributed")
     model = _build(sharded=False)
     optimizer = _adamw(model)
@@ -742,7 +742,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save(sgd.state_dict(), directory / "whole.pt")
     torch.save(co.named_state_dict(sgd), directory / "whole-named.pt")
     torch.save(_snapshot(sgd)["state"], directory / "whole-expected.pt")
-    two_processes.run(CHECKS, directory)
+    two_processes.run(CHECKS, request, directory)
     return directory
 
 
@@ -752,7 +752,8 @@ def test_on_two_processes(check: str, directory: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["named", "False", "True"])
-def test_saved_on_two_processes_and_loaded_on_one(form: str, directory: Path) -> None:
+@pytest.mark.parametrize("check", ["saved_on_two_processes_for_one"])
+def test_saved_on_two_processes_and_loaded_on_one(check: str, form: str, directory: Path) -> None:
     model = _build(sharded=False)
     optimizer = _adamw(model)
     path = directory / f"two-{form}"

@@ -116,7 +116,7 @@ CHECKS = {function.__name__: function for function in (shards_from_whole_tensors
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("low")
     model = _build(sharded=False)
     optimizer = _adamw(model, **LOW)
@@ -128,7 +128,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.save({n: plain.state[p]["exp_avg"] for n, p in model.named_parameters()}, directory / "decoded.pt")
     _train(model, optimizer, range(3, 5))
     torch.save({**saved, "later": co.full_precision_state_dict(model, optimizer)}, directory / "low.pt")
-    two_processes.run(CHECKS, directory)
+    two_processes.run(CHECKS, request, directory)
     return directory
 
 

@@ -45,6 +45,8 @@ LIMITS = {
     "Muon bfloat16": Limits(1e-3, 0.01, 0.1),  # small steps are rounded by large parameters
     "Muon polar_express float32": Limits(2e-7, 1e-6, 0.03),
     "Muon matched float32": Limits(2e-7, 1e-6, 0.03),
+    "Muon in parts float32": Limits(2e-7, 1e-6, 0.03),
+    "NorMuon in parts float32": Limits(2e-7, 2e-6, 0.03),
     "NorMuon float32": Limits(2e-7, 2e-6, 0.03),
     "NorMuon float64": Limits(4e-16, 1e-14, 0.03),
     "NorMuon bfloat16": Limits(1e-3, 0.01, 0.05),
@@ -59,9 +61,9 @@ LIMITS = {
     "MatrixAverages kahan int8": Limits(1e-3, 1e-3),
     "MatrixAverages int8": Limits(1e-6, 1e-5),
 }
-SYMMETRIC = {"Muon": "0126", "NorMuon": "01"}
+SYMMETRIC = {"Muon": "0126", "NorMuon": "01", "Muon in parts": "2"}
 """By optimizer, the parameters with products that our kernel computes."""
-PRODUCTS = {"Muon": 3, "NorMuon": 1}
+PRODUCTS = {"Muon": 3, "NorMuon": 1, "Muon in parts": 1}
 """By optimizer, the stacks that have them. Each of four steps has two in each of five iterations."""
 
 
@@ -77,7 +79,8 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
 @pytest.mark.parametrize("case", LIMITS)
 def test_interpreted_loops_equal_eager_steps(case: str, interpreted: dict[str, Any]) -> None:
     """The program itself asserts that absent gradients and a skipped step change nothing, and all others something."""
-    found, limits, optimizer = interpreted[case], LIMITS[case], case.split()[0]
+    found, limits = interpreted[case], LIMITS[case]
+    optimizer = case.rpartition(" ")[0] if " in parts" in case else case.split()[0]
     assert found["symmetric products"] == 4 * 5 * 2 * PRODUCTS.get(optimizer, 0)
     over = {}
     for entry, error in found["errors"].items():

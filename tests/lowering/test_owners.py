@@ -201,7 +201,7 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 @pytest.fixture(scope="module", params=[2, 4])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     directory = tmp_path_factory.mktemp("owners")
-    run(CHECKS, directory, request.param)
+    run(CHECKS, request, directory, request.param)
     return directory, request.param
 
 

@@ -59,9 +59,10 @@ def _give(params: dict[str, nn.Parameter], twins: list[nn.Parameter], seed: int,
     grads = _all_parts({name: param.grad for name, param in params.items()})
     for twin, grad in zip(twins, grads, strict=True):
         twin.grad = grad.to(twin.dtype, copy=True)
-    if absent:
-        params["experts"].grad = None
-        for twin in twins[:3]:
+    names = [name for name, param in params.items() for _ in _parts(name, param)]
+    for name in ("experts", "grouped") if absent else ():
+        params[name].grad = None
+        for twin in (twin for twin, of in zip(twins, names, strict=True) if of == name):
             twin.grad = None
 
 
@@ -103,6 +104,24 @@ def test_equals_a_loop_over_the_matrices_in_float64(kind: type[CompiledOptimizer
         one.step()
         other.step()
     _assert_near(params, twins, 0.05)  # products are in bfloat16
+
+
+def test_parts_are_rounded_by_random_numbers_of_their_own() -> None:
+    param = nn.Parameter(torch.ones(96, 64, dtype=torch.bfloat16))
+    param.grad = torch.zeros_like(param)
+    co.Muon({"qkv": param}, lr=0.03, weight_decay=0.05, split={"qkv": (32, 64)}, weights="stochastic").step()
+    assert len(param.unique()) == 2
+    assert not torch.equal(param[:32], param[32:64])
+
+
+def test_experts_in_parts_of_several_sizes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    params = [nn.Parameter(torch.randn(2, 12, 8, generator=generator)) for _ in range(2)]
+    params[1].data.copy_(params[0])
+    for param, lowering in zip(params, ("auto", "eager"), strict=True):
+        param.grad = param.detach().sin()
+        co.Muon({"experts": param}, lr=0.3, stacks=("*",), split={"*": (8, 4)}, lowering=lowering, ns_steps=2).step()
+    torch.testing.assert_close(*params, rtol=0, atol=0.01)
 
 
 def test_without_the_options_a_whole_matrix_is_updated() -> None:

@@ -190,10 +190,10 @@ CHECKS: dict[str, Callable[[Path], None]] = {
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where both processes have run every check."""
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where both processes have run the checks."""
     directory = tmp_path_factory.mktemp("shards")
-    two_processes.run(CHECKS, directory)
+    two_processes.run(CHECKS, request, directory)
     return directory
 
 
@@ -202,7 +202,8 @@ def test_on_two_processes(check: str, directory: Path) -> None:
     two_processes.passed(check, directory)
 
 
-def test_saved_on_two_processes_and_loaded_on_one(directory: Path) -> None:
+@pytest.mark.parametrize("check", ["saved_on_two_processes_for_one"])
+def test_saved_on_two_processes_and_loaded_on_one(check: str, directory: Path) -> None:
     model = _build(sharded=False)
     optimizer = _adamw(model, SPLIT8)
     state = {"model": model.state_dict(), "optimizer": co.named_state_dict(optimizer)}

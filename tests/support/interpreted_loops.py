@@ -36,7 +36,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "Muon": {"lr": 0.03, "weight_decay": 0.3, "momentum": 0.7, "ns_coefficients": (3.0, -4.0, 1.8)},
     "Muon polar_express": {"lr": 0.1, "ns_coefficients": "polar_express", "nesterov": False},
     "Muon matched": {"lr": 0.1, "adjust_lr_fn": "match_rms_adamw", "maximize": True},
+    "Muon in parts": {"lr": 0.1, "momentum": 0.7, "split": {"w[01]": (8, 8, 4, 4), "w6": 3, "w3": (20, 10, 10)}},
     "NorMuon": {"lr": 0.1, "weight_decay": 0.3},
+    "NorMuon in parts": {"lr": 0.1, "weight_decay": 0.3, "split": {"w[01]": (4, 10, 10), "w2": (22, 11), "w4": 3}},
     "Adafactor": {"lr": 0.3, "beta2_decay": -0.5, "eps": (1e-3, 0.1), "d": 1.5, "weight_decay": 0.2},
     "Adafactor defaults": {},
 }

@@ -9,13 +9,22 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
 
-def run(checks: Mapping[str, Callable[[Path], None]], directory: Path, processes: int = 2) -> None:
-    """Call each of ``checks``, functions of a module, with ``directory``, where :func:`passed` finds what failed."""
-    torch.multiprocessing.spawn(_worker, (dict(checks), directory, processes), nprocs=processes)
+def run(
+    checks: Mapping[str, Callable[[Path], None]], request: pytest.FixtureRequest, directory: Path, processes: int = 2
+) -> None:
+    """Call those of ``checks``, functions of a module, that selected tests of the module have as their argument ``check``.
+
+    They are called with ``directory``, where :func:`passed` finds what failed.
+    """
+    own = (getattr(item, "callspec", None) for item in request.session.items if item.path == request.path)
+    selected = {callspec.params.get("check") for callspec in own if callspec}
+    chosen = {name: check for name, check in checks.items() if name in selected}
+    torch.multiprocessing.spawn(_worker, (chosen, directory, processes), nprocs=processes)
 
 
 def passed(check: str, directory: Path, processes: int = 2) -> None:

@@ -223,11 +223,12 @@ OF_ACCELERATE = [name for name in CHECKS if name.startswith("accelerate")]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where both processes wrote what failed."""
     directory = tmp_path_factory.mktemp("two_processes")
     has_accelerate = not needs("accelerate").args[0]
-    two_processes.run({n: f for n, f in CHECKS.items() if has_accelerate or n not in OF_ACCELERATE}, directory)
+    checks = {n: f for n, f in CHECKS.items() if has_accelerate or n not in OF_ACCELERATE}
+    two_processes.run(checks, request, directory)
     return directory
 
 
