@@ -57,7 +57,8 @@ def test_a_function_without_parameters_is_taken_unless_its_file_is_for_full_runs
 
 
 def test_slow_functions_are_drawn_as_far_as_seconds_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "slow", lambda: {f"tests/a.py::test_{i}": 30.0 for i in range(8)})
+    costs = {f"tests/a.py::test_{i}": 30.0 for i in range(8)}
+    monkeypatch.setattr(selection, "slow", lambda cold=False: costs if cold else {})
     monkeypatch.setattr(selection, "SECONDS", 100.0)
     items = [item for i in range(9) for item in _items(f"tests/a.py::test_{i}")]
     days = [{item.nodeid for item in selection.selected(items, seed)} for seed in range(30)]
@@ -68,7 +69,7 @@ def test_slow_functions_are_drawn_as_far_as_seconds_allow(monkeypatch: pytest.Mo
 
 def test_with_full_slow_functions_take_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """All seeds together take everything; what is quick is taken with every seed."""
-    monkeypatch.setattr(selection, "slow", lambda: {"tests/a.py::test_f": 6.0})  # of three items
+    monkeypatch.setattr(selection, "slow", lambda **_: {"tests/a.py::test_f": 6.0})  # of three items
     monkeypatch.setattr(selection, "WHOLE_SECONDS", 20.0)
     items = [*_items("tests/a.py::test_f", first=8, second=3), *_items("tests/a.py::test_g", first=8, second=3)]
     slow, quick = items[:24], items[24:]
@@ -82,7 +83,7 @@ def test_with_full_slow_functions_take_so_many_seconds(monkeypatch: pytest.Monke
 
 
 def test_with_full_what_inductor_compiles_is_taken_of_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "slow", lambda: {"tests/a.py::test_f[inductor]": 60.0})
+    monkeypatch.setattr(selection, "slow", lambda **_: {"tests/a.py::test_f[inductor]": 60.0})
     cases = [Case(optimizer, (("lr", lr),)) for optimizer in ruled() for lr in (0.1, 0.2, 0.3)]
     items = [
         SimpleNamespace(
@@ -109,7 +110,7 @@ def test_every_rule_is_taken_in_every_language(pytestconfig: pytest.Config) -> N
 
 
 def test_slow_functions_are_there(pytestconfig: pytest.Config) -> None:
-    for name in [*selection.slow(), *selection.EVERY_CASE]:
+    for name in [*selection.slow(cold=True), *selection.EVERY_CASE]:
         file, *_, function = name.removesuffix("[inductor]").split("::")
         assert f"def {function}(" in (pytestconfig.rootpath / file).read_text(), name
 

@@ -18,6 +18,7 @@ import csv
 import datetime
 import json
 import random
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -91,10 +92,11 @@ def today() -> int:
     return int(datetime.date.today().strftime("%Y%m%d"))
 
 
-def slow() -> dict[str, float]:
-    """The seconds of the functions that take long."""
+def slow(*, cold: bool = False) -> dict[str, float]:
+    """The seconds of the functions that take long; ``cold`` if nothing that other tests compile is there."""
     with Path(__file__).with_name("slow.csv").open(newline="") as file:
-        return {row["function"]: float(row["seconds"]) for row in csv.DictReader(file)}
+        rows = {row["function"]: (float(row["seconds"]), float(row["cold"])) for row in csv.DictReader(file)}
+    return {name: s for name, (warm, first) in rows.items() if (s := max(warm, first) if cold else warm)}
 
 
 def selected(
@@ -154,7 +156,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 def _drawn(functions: Iterable[str], order: random.Random, seconds: float | None) -> list[str]:
     """All of ``functions`` that are quick, and some of the slow ones."""
-    costs, left, taken = slow(), SECONDS if seconds is None else seconds, []
+    costs, left, taken = slow(cold=True), SECONDS if seconds is None else seconds, []
     for name in order.sample(names := sorted(functions), len(names)):
         cost = max(costs.get(name, 0.0), SLOW * name.endswith(_COMPILED))  # with caches that hold nothing yet
         if cost < SLOW or cost <= left:
@@ -220,23 +222,29 @@ def _by_function(items: Iterable[pytest.Item]) -> dict[str, list[pytest.Item]]:
     return functions
 
 
-def _write_slow() -> None:
-    """Write ``slow.csv`` anew from the durations that the last runs left in pytest's cache."""
+def _write_slow(*, cold: bool) -> None:
+    """Write ``slow.csv`` anew from the durations that the last runs left in pytest's cache.
+
+    Those of ``cold`` runs, without ``--full``, only grow: who comes first compiles for others.
+    """
     by_function: dict[str, list[float]] = {}
     root = Path(__file__).parents[2]
     for name, seconds in json.loads((root / ".pytest_cache" / "v" / "durations").read_text()).items():
         function, _, case = name.partition("[")
         by_function.setdefault(function + _COMPILED * ("inductor" in case), []).append(seconds)
-    known = slow()
+    known, most = slow(), slow(cold=True)
     for name, times in by_function.items():
         cost = fmean(times) * min(MOST, len(times))
-        # What is listed already takes no longer than it may.
-        known[name] = cost if cost >= SLOW or sum(times) > WHOLE_SECONDS / 2 else 0.0
+        if cold:
+            most[name] = max(most.get(name, 0.0), cost if cost >= SLOW else 0.0)
+        else:  # what is listed already takes no longer than it may
+            known[name] = cost if cost >= SLOW or sum(times) > WHOLE_SECONDS / 2 else 0.0
+    costs = {name: (known.get(name, 0.0), most.get(name, 0.0)) for name in sorted(known.keys() | most.keys())}
     with Path(__file__).with_name("slow.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(("function", "seconds"))
-        writer.writerows((name, f"{s:.1f}") for name, s in sorted(known.items()) if s)
+        writer.writerow(("function", "seconds", "cold"))
+        writer.writerows((name, *(f"{s:.1f}" for s in own)) for name, own in costs.items() if any(own))
 
 
 if __name__ == "__main__":
-    _write_slow()
+    _write_slow(cold="cold" in sys.argv)
