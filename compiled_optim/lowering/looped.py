@@ -116,11 +116,11 @@ class LoopLowering(StackTableLowering):
     def _kernel_of(self, stack: Stack, names: Sequence[str]) -> Any:
         assert isinstance(stack, LoopStack)
         loops = functools.partial(StackLoops, load=functools.cache(library))  # which shapes share, and no step loads
-        made = {part: (stack.shape(part), _key(stack.key, part, stack_source)) for part in stack.parts}
-        return {
-            part: self._log.obtain(_kernels, key, names, functools.partial(_by_shape, loops, shape))
-            for part, (shape, key) in made.items()
-        }
+        made = {}
+        for part in stack.parts:
+            key, shape = _key(stack.key, part, stack_source), stack.shape(part)
+            made[shape] = self._log.obtain(_kernels, key, names, functools.partial(_by_shape, loops, shape))
+        return lambda shape: made[shape](shape)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         Lowering.prepare(self, grads, captures)
@@ -179,7 +179,7 @@ class LoopStack(Stack):
     def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
         numbers = {"coefficients": table.coefficients, "outcome": table.outcome}
         for part in self.parts:
-            kernel = self.kernel[part](self.shape(part))
+            kernel = self.kernel(self.shape(part))
             for tensors in self._tensors(part, params, grads, buffers):
                 given = {name: tensor.data_ptr() for name, tensor in {**numbers, **tensors}.items()}
                 kernel.run(given, table.coefficients.shape[1])
