@@ -60,13 +60,13 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
 
 
 def _check_archive(path: Path) -> None:
-    """Refuse what torch.load reads: wrong checksums, and records marked as folders, whose memory it leaves unset."""
+    """Refuse what torch.load reads: wrong checksums, and records whose memory it leaves unset."""
     with zipfile.ZipFile(path) as archive:
         if (damaged := archive.testzip()) is not None:
             raise ValueError(f"the checksum of {damaged!r} is wrong")
         for record in archive.infolist():
-            if record.file_size and record.external_attr & _IS_FOLDER:
-                raise ValueError(f"{record.filename!r} is marked as a folder")
+            if record.file_size and (record.external_attr & _IS_FOLDER or not record.compress_size):
+                raise ValueError(f"{record.filename!r} is marked as a folder, or as empty")
 
 
 def _load_opened(path: Path) -> Any:

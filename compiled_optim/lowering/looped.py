@@ -60,21 +60,23 @@ def serves_where_they_are(plan: Plan) -> bool:
 
 
 def _is_written(plan: Plan, source_of: Callable[..., Any], key: KernelKey, shape: torch.Size) -> bool:
+    if plan.rule.granularity == "matrix" and len(shape) < 2:  # which was flattened after the optimizer was made
+        return False
     key, fields, parts = _of_parts(key), {b.name: b for b in plan.rule.buffers}, _parts(plan.rule, plan.statics, shape)
     if len(parts) > 1 and (len(shape) > 2 or plan.rule.reads_index(plan.statics)):
         return False  # the matrices of a part do not lie together, or its elements are counted from another one's
     for part in parts:
         if (source := source_of(key, part.shape)) is None or source_of(key.with_all_buffers(), part.shape) is None:
             return False
-        sizes, whole = source.update.sizes(part.shape), torch.Size((math.prod(part.shape[:-1]), part.shape[-1]))
-        shapes = [plan.rule.shape_of(fields[n], shape if len(parts) == 1 else whole, plan.statics) for n in plan.buffers]
+        sizes, whole = source.update.sizes(part.shape), torch.Size(part.shape) if len(parts) > 1 else shape
+        shapes = [plan.rule.shape_of(fields[name], whole, plan.statics) for name in plan.buffers]
         axes = [source.update.inputs[f"buffer{i}"] for i in range(len(shapes))]
         if [math.prod(s) for s in shapes] != [math.prod(sizes[letter] for letter in own if letter) for own in axes]:
             return False
     return True
 
 
-class Part(NamedTuple):
+class Rows(NamedTuple):
     """Rows of a tensor that loops update as one: a vector, a matrix, or a batch of matrices.
 
     ``first`` is how many rows come before them, ``shape`` is what loops see.
@@ -84,18 +86,20 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-def _parts(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> list[Part]:
+def _parts(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> list[Rows]:
     """The parts of a parameter; equal ones that follow each other are a batch."""
     if rule.granularity != "matrix":
         sizes = [shape[axis] for axis in rule.axes_of(shape, statics)]
-        return [Part(0, (shape.numel(),) if len(sizes) < 2 else (math.prod(sizes[:-2]), *sizes[-2:]))]
+        return [Rows(0, (shape.numel(),) if len(sizes) < 2 else (math.prod(sizes[:-2]), *sizes[-2:]))]
     *batch, rows, columns = shape
     found = [(first, count * math.prod(batch), own) for first, count, own in equal_parts(statics.get("split") or [rows])]
-    return [Part(first, (count, own, columns) if batch or count > 1 else (own, columns)) for first, count, own in found]
+    return [Rows(first, (count, own, columns) if batch or count > 1 else (own, columns)) for first, count, own in found]
 
 
 def _of_parts(key: KernelKey) -> KernelKey:
     """The key of the rule that updates each part as a whole."""
+    if key.rule.granularity != "matrix":
+        return key
     return dataclasses.replace(key, statics=tuple(choice for choice in key.statics if choice[0] != "split"))
 
 
@@ -152,7 +156,7 @@ class LoopStack(Stack):
         self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
 
-    def shape(self, part: Part) -> tuple[int, ...]:
+    def shape(self, part: Rows) -> tuple[int, ...]:
         """The shape of what a kernel updates at once: if there are several parts, it is the one of a single tensor."""
         return len(self._own) if len(self.parts) == 1 else 1, *part.shape
 
@@ -184,7 +188,7 @@ class LoopStack(Stack):
                 given = {name: tensor.data_ptr() for name, tensor in {**numbers, **tensors}.items()}
                 kernel.run(given, table.coefficients.shape[1])
 
-    def _tensors(self, part: Part, params: Tensor, grads: Tensor, buffers: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+    def _tensors(self, part: Rows, params: Tensor, grads: Tensor, buffers: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
         """What a kernel takes to update ``part``: of all tensors at once, or of each, where buffers have other parts too."""
         if len(self.parts) == 1:
             yield {"index": self._index, "params": params, "grads": grads, **_named(buffers)}
@@ -245,7 +249,7 @@ class KernelStack:
 
     kernels: triton_stacks.StackKernels  # once it is compiled
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, part: Part) -> None:
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, part: Rows) -> None:
         self.positions, self.key = positions, _key(key, part, triton_stacks.stack_source)
         self.shape = (len(positions), *part.shape)
         self._index = torch.tensor(positions, device="cpu").to(plan.device)
@@ -273,7 +277,7 @@ def _by_shape(kind: Callable[..., Any], shape: Sequence[int], key: KernelKey) ->
     return of_shape
 
 
-def _key(key: KernelKey, part: Part, source_of: Callable[..., Any]) -> KernelKey:
+def _key(key: KernelKey, part: Rows, source_of: Callable[..., Any]) -> KernelKey:
     """The key of the kernel that updates ``part`` of tensors of ``key``; stacks whose code is the same share one."""
     key = _of_parts(key)
     source = source_of(key, part.shape)
@@ -290,7 +294,7 @@ def _named(buffers: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _moved(grads: Tensor, offset: int) -> Tensor:
     """Addresses of gradients that are there, ``offset`` bytes on."""
-    return torch.where(grads == 0, grads, grads + offset)
+    return torch.add(grads, grads.sign(), alpha=offset)
 
 
 def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:

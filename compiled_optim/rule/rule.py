@@ -328,7 +328,7 @@ class Rule(Declaration):
 
     @_once
     def reads_index(self, statics: Mapping[str, Any]) -> bool:
-        """Whether the update of an elementwise rule depends on which element it sees."""
+        """Whether the update depends on which element it sees."""
         if self.granularity == "element":
             return self.written(statics, PLAIN)[-1].reads_index
         return self.indexed is not None and self.indexed(statics)

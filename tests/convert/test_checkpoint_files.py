@@ -685,7 +685,18 @@ class TestFuzz:
                 messages.append(read)
             else:
                 assert _values(read) == expected, bit
-        assert sum("'a/data/1' is marked as a folder" in message for message in messages) == 1
+        assert sum("'a/data/1' is marked as a folder, or as empty" in message for message in messages) == 1
+
+    def test_a_record_that_says_that_nothing_is_stored_of_it(self, tmp_path: Path) -> None:
+        """Whose checksum, of nothing, is right."""
+        path = tmp_path / "a.pt"
+        torch.save(_adamw(), path)
+        content = bytearray(path.read_bytes())
+        directory = content.index(b"PK\x01\x02")
+        start = content.rindex(b"PK\x01\x02", directory, content.index(b"a/data/1", directory))
+        content[start + 16 : start + 24] = bytes(8)  # checksum and stored size
+        path.write_bytes(content)
+        assert "'a/data/1' is marked as a folder, or as empty" in _attempt(lambda: files.read(path), tmp_path)
 
     def test_files_of_safetensors(self, tmp_path: Path) -> None:
         places = random.Random(2)

@@ -425,6 +425,28 @@ def test_nothing_is_multiplied_for_absent_gradients_or_in_a_skipped_step(monkeyp
     assert optimizer.skipped_steps == 1
 
 
+class _Doubled(co.CompiledOptimizer, granularity="tensor"):
+    """A rule with a choice that has the name of an option of rules on matrices."""
+
+    lr: Number = hyper(default=0.1, ge=0)
+    split: bool = static(default=False)
+
+    @staticmethod
+    def coefficients(lr):
+        return dict(lr=lr)
+
+    @staticmethod
+    def update(param, grad, c, split=False):
+        return dict(step=c.lr * (2 if split else 1) * grad * (grad * grad).mean(-1, keepdim=True))
+
+
+def test_a_choice_may_have_the_name_of_an_option_on_matrices() -> None:
+    param = torch.nn.Parameter(torch.ones(3, 4))
+    param.grad = torch.ones_like(param)
+    _Doubled([param], split=True).step()
+    assert torch.equal(param, torch.full_like(param, 0.8))
+
+
 def test_sums_of_wide_matrices_need_little_memory() -> None:
     param = torch.nn.Parameter(torch.randn(64, 50_000))
     param.grad = torch.randn_like(param)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,18 +107,18 @@ def stacks_and_splits(directory: Path) -> None:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     generator = torch.Generator().manual_seed(3)
     tensors = {"experts": torch.randn(6, 4, 5, generator=generator), "qkv": torch.randn(12, 5, generator=generator)}
-    for dim in (0, 1):
+    for dim, lowering in itertools.product((0, 1), ("eager", "multi_tensor")):
         plain = {name: nn.Parameter(t.clone()) for name, t in tensors.items()}
         parts = {name: nn.Parameter(distribute_tensor(t.clone(), mesh, [Shard(dim)])) for name, t in tensors.items()}
         for params in (plain, parts):
-            optimizer = co.Muon(params, lr=0.1, stacks=("experts",), split={"qkv": (6, 3, 3)}, lowering="eager")
+            optimizer = co.Muon(params, lr=0.1, stacks=("experts",), split={"qkv": (6, 3, 3)}, lowering=lowering)
             for step in range(2):
                 for name, p in params.items():
                     grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(step + len(name)))
                     p.grad = distribute_tensor(grad, mesh, [Shard(dim)]) if isinstance(p, DTensor) else grad
                 optimizer.step()
         for name, p in plain.items():
-            assert torch.equal(p, full(parts[name])), (name, dim)
+            assert torch.equal(p, full(parts[name])), (name, dim, lowering)
 
 
 def fewer_bytes(directory: Path) -> None:

@@ -106,7 +106,7 @@ BUDGET = {
     "command_line": 1610,
     "convert": 1370,
     "groups": 1280,
-    "lowering": 5077,
+    "lowering": 5081,
     "memory": 1236,
     "optimizers": 1898,
     "plan": 857,

@@ -52,6 +52,7 @@ STORED = {
     "MatrixAverages stochastic bfloat16": (torch.bfloat16, {"weights": "stochastic", "state_dtype": torch.bfloat16}),
     "MatrixAverages kahan int8": (torch.float16, {"weights": "kahan", "state_dtype": "int8"}),
     "MatrixAverages int8": (torch.float32, {"state_dtype": "int8"}),
+    "MatrixAverages int8 in parts": (torch.bfloat16, {"state_dtype": "int8", "split": {"w[01]": (8, 16)}}),
 }
 OPTIONS |= {name: {"lr": 0.01, "beta": 0.7, **options} for name, (_, options) in STORED.items()}
 CASES |= {name: (name, dtype) for name, (dtype, _) in STORED.items()}

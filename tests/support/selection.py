@@ -95,8 +95,9 @@ def today() -> int:
 def slow(*, cold: bool = False) -> dict[str, float]:
     """The seconds of the functions that take long; ``cold`` if nothing that other tests compile is there."""
     with Path(__file__).with_name("slow.csv").open(newline="") as file:
-        rows = {row["function"]: (float(row["seconds"]), float(row["cold"])) for row in csv.DictReader(file)}
-    return {name: s for name, (warm, first) in rows.items() if (s := max(warm, first) if cold else warm)}
+        rows = list(csv.DictReader(file))
+    columns = ("seconds", "cold") if cold else ("seconds",)
+    return {row["function"]: seconds for row in rows if (seconds := max(float(row[c]) for c in columns))}
 
 
 def selected(
@@ -232,18 +233,19 @@ def _write_slow(*, cold: bool) -> None:
     for name, seconds in json.loads((root / ".pytest_cache" / "v" / "durations").read_text()).items():
         function, _, case = name.partition("[")
         by_function.setdefault(function + _COMPILED * ("inductor" in case), []).append(seconds)
-    known, most = slow(), slow(cold=True)
+    path = Path(__file__).with_name("slow.csv")
+    with path.open(newline="") as file:
+        costs = {row["function"]: [float(row["seconds"]), float(row["cold"])] for row in csv.DictReader(file)}
     for name, times in by_function.items():
-        cost = fmean(times) * min(MOST, len(times))
+        cost, known = fmean(times) * min(MOST, len(times)), costs.setdefault(name, [0.0, 0.0])
         if cold:
-            most[name] = max(most.get(name, 0.0), cost if cost >= SLOW else 0.0)
+            known[1] = max(known[1], cost if cost >= SLOW else 0.0)
         else:  # what is listed already takes no longer than it may
-            known[name] = cost if cost >= SLOW or sum(times) > WHOLE_SECONDS / 2 else 0.0
-    costs = {name: (known.get(name, 0.0), most.get(name, 0.0)) for name in sorted(known.keys() | most.keys())}
-    with Path(__file__).with_name("slow.csv").open("w", newline="") as file:
+            known[0] = cost if cost >= SLOW or sum(times) > WHOLE_SECONDS / 2 else 0.0
+    with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(("function", "seconds", "cold"))
-        writer.writerows((name, *(f"{s:.1f}" for s in own)) for name, own in costs.items() if any(own))
+        writer.writerows((name, *(f"{s:.1f}" for s in own)) for name, own in sorted(costs.items()) if any(own))
 
 
 if __name__ == "__main__":
