@@ -618,11 +618,14 @@ def test_symmetric_products(rows: int, columns: int, turned: bool) -> None:
             assert wrong(factor @ factor.mT, numbers, tiling) == []
 
 
+@pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("optimizer", [co.Muon, co.NorMuon])
-def test_large_matrices(optimizer: type[co.CompiledOptimizer]) -> None:
+def test_large_matrices(optimizer: type[co.CompiledOptimizer], split: bool) -> None:
     """Those whose symmetric products a kernel of ours computes: near the ones of torch, and captured bit for bit."""
     shapes = [(768, 768), (768, 3072), (3072, 768), (2, 800, 904)] if DEVICE == "cuda" else [(24, 16)]
-    stacks = {"stacks": ["p3"]} if DEVICE == "cuda" else {}
+    options: dict[str, Any] = {"stacks": ["p3"]} if DEVICE == "cuda" else {}
+    if split:
+        options["split"] = {"p0": 3, "p2": (1536, 768, 768)} if DEVICE == "cuda" else {"p0": (12, 6, 6)}
     generator = torch.Generator().manual_seed(0)
     start = [torch.randn(shape, generator=generator).to(DEVICE) / 8 for shape in shapes]
     sides = [[nn.Parameter(p.clone()) for p in start] for _ in range(3)]
@@ -632,7 +635,7 @@ def test_large_matrices(optimizer: type[co.CompiledOptimizer]) -> None:
             lr=0.02,
             weight_decay=0.1,
             lowering=lowering,
-            **stacks,
+            **options,
         )
         for side, lowering in zip(sides, ("auto", "auto", "eager"), strict=True)
     )
