@@ -121,10 +121,10 @@ class LoopLowering(StackTableLowering):
         assert isinstance(stack, LoopStack)
         loops = functools.partial(StackLoops, load=functools.cache(library))  # which shapes share, and no step loads
         made = {}
-        for part in stack.parts:
-            key, shape = _key(stack.key, part, stack_source), stack.shape(part)
-            made[shape] = self._log.obtain(_kernels, key, names, functools.partial(_by_shape, loops, shape))
-        return lambda shape: made[shape](shape)
+        for part, shape in zip(stack.parts, stack.shapes, strict=True):
+            key = _key(stack.key, part, stack_source)
+            made[shape] = self._log.obtain(_kernels, key, names, functools.partial(_by_shape, loops, shape))(shape)
+        return made.__getitem__
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         Lowering.prepare(self, grads, captures)
@@ -156,9 +156,10 @@ class LoopStack(Stack):
         self._lies_there = is_seen and all(param.is_contiguous() and is_plain(param) for param in self._params)
         self._addresses = torch.tensor([param.data_ptr() for param in self._params], device="cpu")
 
-    def shape(self, part: Rows) -> tuple[int, ...]:
-        """The shape of what a kernel updates at once: if there are several parts, it is the one of a single tensor."""
-        return len(self._own) if len(self.parts) == 1 else 1, *part.shape
+    def share(self, first: int) -> None:
+        super().share(first)
+        count = len(self._own) if len(self.parts) == 1 else 1
+        self.shapes = [(count, *part.shape) for part in self.parts]  # of what a kernel updates at once
 
     def update(self, grads: Sequence[Tensor | None], table: CoefficientTable) -> None:
         """Update the tensors that have one of ``grads``, over the whole plan, with coefficients of ``table``."""
@@ -181,22 +182,22 @@ class LoopStack(Stack):
         _copy(self._buffers, held_buffers)
 
     def _run(self, params: Tensor, grads: Tensor, buffers: Sequence[Tensor], table: CoefficientTable) -> None:
-        numbers = {"coefficients": table.coefficients, "outcome": table.outcome}
-        for part in self.parts:
-            kernel = self.kernel(self.shape(part))
-            for tensors in self._tensors(part, params, grads, buffers):
-                given = {name: tensor.data_ptr() for name, tensor in {**numbers, **tensors}.items()}
-                kernel.run(given, table.coefficients.shape[1])
-
-    def _tensors(self, part: Rows, params: Tensor, grads: Tensor, buffers: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
-        """What a kernel takes to update ``part``: of all tensors at once, or of each, where buffers have other parts too."""
+        tensors = {"coefficients": table.coefficients, "outcome": table.outcome, "index": self._index}
+        tensors |= {"params": params, "grads": grads, **{f"buffer{i}": buffer for i, buffer in enumerate(buffers)}}
+        given, columns = {name: tensor.data_ptr() for name, tensor in tensors.items()}, table.coefficients.shape[1]
         if len(self.parts) == 1:
-            yield {"index": self._index, "params": params, "grads": grads, **_named(buffers)}
+            self.kernel(self.shapes[0]).run(given, columns)
             return
+        for part, shape in zip(self.parts, self.shapes, strict=True):
+            for own in self._each(part, params, grads, buffers):
+                self.kernel(shape).run(given | {name: tensor.data_ptr() for name, tensor in own.items()}, columns)
+
+    def _each(self, part: Rows, params: Tensor, grads: Tensor, buffers: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
+        """What a kernel takes to update ``part`` of each tensor: in a buffer, those of all tensors do not lie together."""
         row, grad_row = (part.shape[-1] * dtype.itemsize for dtype in self.key.dtypes[:2])
         grads = _moved(grads, part.first * grad_row)
         for i, address in enumerate(torch.split(params + part.first * row, 1)):
-            own = _named([buffer[i, part.first :] for buffer in buffers])
+            own = {f"buffer{j}": buffer[i, part.first :] for j, buffer in enumerate(buffers)}
             yield {"index": self._index[i:], "params": address, "grads": grads, **own}
 
 
@@ -286,10 +287,6 @@ def _key(key: KernelKey, part: Rows, source_of: Callable[..., Any]) -> KernelKey
     kinds = "" if key.device == "cpu" else str([(size == 1, size % 16 == 0) for size in part.shape])
     example = _examples.setdefault(source.text + kinds, part.shape)
     return dataclasses.replace(key, arrangement=f"loops over stacks like {' x '.join(map(str, example))}")
-
-
-def _named(buffers: Sequence[Tensor]) -> dict[str, Tensor]:
-    return {f"buffer{i}": buffer for i, buffer in enumerate(buffers)}
 
 
 def _moved(grads: Tensor, offset: int) -> Tensor:
