@@ -1,4 +1,4 @@
-"""Triton's interpreter in a third of the time, with the same results.
+"""Triton's interpreter in a third of the time, with the same results on every processor.
 
 * It replaces the language's operations before a kernel and puts them back behind it. At every call of another function it
   replaces them once more: those of ``triton.language`` are replaced already, those of modules within stay so since the first
@@ -7,6 +7,8 @@
 * It makes a table of all types whenever it asks for numpy's name of one.
 * For every operation it makes anew the type of the result, and what a tensor says of its type, in objects for each size.
 * It compares the shapes of two blocks size by size, also where they are the same.
+* It multiplies matrices with numpy's BLAS, which adds in another order on each processor, even for one element and its
+  mirror image; and it takes the bits of bfloat16 for whole numbers there. Here each element adds its products in order.
 """
 
 from __future__ import annotations
@@ -50,7 +52,24 @@ def install() -> None:
         return by_name[name]
 
     interpreter._get_np_dtype = known_numpy_type
+    interpreter.InterpreterBuilder.create_dot = _product
     _share_types()
+
+
+def _product(builder: Any, a: Any, b: Any, total: Any, *precision: Any) -> Any:
+    """Return ``a @ b + total``, every element of which adds its products one after the other."""
+    rows, columns = (_wide(matrix).astype(total.data.dtype) for matrix in (a, b))
+    product = np.zeros_like(total.data)
+    for k in range(rows.shape[-1]):
+        product += rows[..., :, k, None] * columns[..., None, k, :]
+    return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+
+def _wide(matrix: Any) -> Any:
+    """Return the numbers of a matrix; of bfloat16 the interpreter has the bits."""
+    if matrix.dtype.scalar != language.bfloat16:
+        return matrix.data
+    return (matrix.data.astype(np.uint32) << 16).view(np.float32)
 
 
 def _share_types() -> None:
