@@ -14,6 +14,9 @@ import pytest
 GUESS = 10.0
 """Seconds of work for which the durations of earlier runs weigh as much as the pace of this one."""
 
+USUAL = 0.25
+"""Seconds of a test where no duration is known."""
+
 
 class TimeLeft:
     """A plugin of the process that reports.
@@ -41,7 +44,7 @@ class TimeLeft:
 
     def _begin(self, tests: list[str]) -> None:
         """A worker takes some of ``tests``, which are all."""
-        usual = fmean(self._known.values()) if self._known else 1.0
+        usual = fmean(self._known.values()) if self._known else USUAL
         self._left = {test: self._known.get(test, usual) for test in tests}
         self._workers, self._total, self._started = self._workers + 1, len(tests), time.monotonic()
 
