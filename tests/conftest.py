@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import sys
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,13 +13,18 @@ import pytest
 import selection
 import torch
 
-_CHOICES = ("full", "named", "selection", "slow", "whole")
+_CHOICES = ("full", "named")
+
+SECONDS = {False: 300, True: 1800}
+"""Limits of a test, with the fixtures that it is the first to need: without and with ``--full``.
+
+On an idle machine the longest takes a tenth of it: only what hangs is ended, and with it its process, as it may hang in C.
+"""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--full", action="store_true", help="run all cases of a function but where they take long")
-    parser.addoption("--selection", type=int, help="the seed of the selection (today's date); of files that are named too")
-    parser.addoption("--slow", type=float, default=selection.SECONDS, help="seconds for the selection's slow functions")
+    parser.addoption("--full", action="store_true", help="run every case of every function")
+    parser.addoption("--quick", action="store_true", help="run a few cases of each function, of files that are named too")
     parser.addoption("--time-left", action="store_true", help="a line of progress in place of dots")
     parser.addoption("--cuda-on-cpu", action="store_true", help="run the tests marked cuda, and only them, without a GPU")
 
@@ -27,10 +34,9 @@ def pytest_configure(config: pytest.Config) -> None:
         for name, value in config.workerinput["selection"].items():
             setattr(config.option, name, value)
     else:
-        config.option.named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or bool(config.option.keyword)
-        config.option.whole = config.option.named and config.option.selection is None
-        config.option.full |= config.option.whole
-        config.option.selection = selection.today() if config.option.selection is None else config.option.selection
+        are_named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or bool(config.option.keyword)
+        config.option.full |= are_named and not config.option.quick
+        config.option.named = [argument for argument in config.args if "::" in argument]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # who compiles starts no processes that import torch
     import left_out
@@ -42,6 +48,12 @@ def pytest_configure(config: pytest.Config) -> None:
         import time_left
 
         config.pluginmanager.register(time_left.TimeLeft(config, progress.Line()))
+    with contextlib.suppress(ImportError):
+        from hypothesis import HealthCheck, settings
+
+        slow = [HealthCheck.too_slow]  # how quick a machine is makes no difference, and every run tries the same examples
+        settings.register_profile("same", derandomize=True, database=None, deadline=None, suppress_health_check=slow)
+        settings.load_profile("same")
     if os.environ.get("TRITON_INTERPRET") == "1":
         import quick_interpreter
 
@@ -63,21 +75,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("cuda") and not item.get_closest_marker("timing")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
-    elif not config.option.whole:
-        left_out, seed = () if config.option.named else selection.FULL_ONLY, config.option.selection
-        full = config.option.full
-        kept = selection.full(items, seed) if full else selection.selected(items, seed, config.option.slow, left_out)
+    elif not config.option.full:
+        kept = selection.quick(items, config.option.named)
         config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
         items[:] = kept
-    if hasattr(config, "workerinput"):
-        items[:] = selection.longest_first(items)
+    items.sort(key=lambda item: zlib.crc32(item.nodeid.partition("::")[0].encode()))  # neither long nor short files first,
+    if not config.getoption("timeout", None):  # so that the time left can be told from what is done
+        for item in items:
+            item.add_marker(pytest.mark.timeout(SECONDS[config.option.full], method="thread"))
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    if config.option.whole:
-        return None
-    seed, more = config.option.selection, "" if config.option.full else "; --full takes more"
-    return f"a selection of the tests, again with --selection={seed}{more}"
+    return None if config.option.full else "a few cases of each test function; --full takes all"
 
 
 def pytest_collection_finish() -> None:

@@ -116,17 +116,20 @@ class TestStep:
         assert report.replays == 197
         assert report.recaptures == 0
 
+    @pytest.mark.full
     @pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
     def test_fifty_steps_while_every_hyperparameter_moves(self, optimizer: type[co.CompiledOptimizer]) -> None:
         nonzero = dict.fromkeys(optimizer._rule.structural_hypers, 0.8)
         assert self.run(every_hyperparameter, 50, optimizer=optimizer, **nonzero).replays == 47
 
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", KINDS[1:], ids=kind_name)
     def test_two_hundred_steps_of_stacks(self, kind: dict[str, Any]) -> None:
         report = self.run(unchanged, 200, functools.partial(give, absent=5), **kind)
         assert report.replays == 197
         assert report.recaptures == 0
 
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("keep", [False, True], ids=["new gradients", "same gradients"])
     @pytest.mark.parametrize("absent", [0, 2, 3])
@@ -1191,6 +1194,7 @@ def test_the_simulation_does_nothing_while_it_captures_and_bakes_addresses(simul
     assert torch.equal(y, torch.full((3,), 10.0))
 
 
+@pytest.mark.full
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="this is that process")
 def test_the_list_holds_for_the_interpreted_triton_kernel() -> None:
     pytest.importorskip("triton")
@@ -1223,6 +1227,7 @@ class Mixed(nn.Linear):
         self.frozen = nn.Parameter(torch.arange(3, dtype=torch.uint8), requires_grad=False)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("simulated")
 @pytest.mark.filterwarnings("ignore:.*duplicate parameters")
 @pytest.mark.parametrize("whole", [False, True])

@@ -126,6 +126,7 @@ class TestConstants:
 class TestFailures:
     """A capture that fails changes nothing; the next step, with the runner or without, is as if nothing had been."""
 
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", [*KINDS, "tables"], ids=lambda k: k if isinstance(k, str) else kind_name(k))
     def test_a_step_without_the_runner(self, kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         def gradients(side: Side, i: int) -> None:
@@ -438,6 +439,7 @@ class TestModules:
 
 
 class TestSeveral:
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", [*KINDS, "tables"], ids=lambda k: k if isinstance(k, str) else kind_name(k))
     def test_steps_in_one_function(self, device: str, kind: Any) -> None:
         def twice(side: Side, x: Tensor) -> None:
@@ -615,6 +617,7 @@ class TestLifetime:
 
 
 class TestAutograd:
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("whole", [False, True], ids=["step", "training step"])
     def test_it_learns_of_every_replay(self, whole: bool, kind: dict[str, Any]) -> None:

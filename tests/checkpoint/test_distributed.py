@@ -751,6 +751,7 @@ def test_on_two_processes(check: str, directory: Path) -> None:
     two_processes.passed(check, directory)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["named", "False", "True"])
 @pytest.mark.parametrize("check", ["saved_on_two_processes_for_one"])
 def test_saved_on_two_processes_and_loaded_on_one(check: str, form: str, directory: Path) -> None:

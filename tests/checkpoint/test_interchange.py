@@ -228,6 +228,7 @@ def _trained() -> tuple[co.AdamW, dict[str, nn.Parameter]]:
 
 
 class TestFiles:
+    @pytest.mark.quick
     @pytest.mark.parametrize("form", ["torch", "compiled_optim", "named", "optimi", "safetensors"])
     def test_every_form_is_read_back(self, form: str, tmp_path: Path) -> None:
         if form == "safetensors":

@@ -132,6 +132,7 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_processes(check: str, directory: Path) -> None:
     two_processes.passed(check, directory)

@@ -184,6 +184,7 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
         assert all(number in printed for number in ("11.001", "0.00100001", "(0.9, 0.99999)", "exp_avg_sq", " 1.4e-2"))
         assert "\n a.weight " in printed
 
+    @pytest.mark.full
     def test_a_pipe(self, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("COLUMNS")
         content = torch.load("a.pt")

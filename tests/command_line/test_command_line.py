@@ -161,6 +161,7 @@ def test_a_command_imports_public_names_alone() -> None:
                 assert node.attr in {*co.__all__, "__version__"}, f"{path.name} uses co.{node.attr}"
 
 
+@pytest.mark.full
 def test_in_a_process() -> None:
     done = _process("list", "*muon*", "--json")
     assert (done.returncode, done.stderr) == (0, "")
@@ -171,6 +172,7 @@ def test_in_a_process() -> None:
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
+@pytest.mark.full
 def test_whoever_reads_may_stop(tmp_path: Path) -> None:
     command = f"{sys.executable} -m compiled_optim list sgd --json | head -n 1"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=ROOT)

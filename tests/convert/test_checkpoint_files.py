@@ -722,6 +722,7 @@ class TestFuzz:
             outcomes[_outcome(path, out, "safetensors")] += 1
         assert min(outcomes["unread"], outcomes["written"]) > 10
 
+    @pytest.mark.full
     @pytest.mark.parametrize("base", [_adamw, _sgd, _optimi])
     def test_state_dicts(self, base: Callable[[], dict[str, Any]], tmp_path: Path) -> None:
         places = random.Random(3)

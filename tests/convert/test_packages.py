@@ -598,6 +598,7 @@ for source, target, form in json.loads(sys.argv[2]):
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's accounts of memory")
 def test_a_few_tensors_are_in_memory_at_a_time(tmp_path: Path) -> None:
     """With 24 tensors of 4 MB, a conversion's own memory is less than 8 of them, whatever the two forms."""

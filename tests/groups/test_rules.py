@@ -154,6 +154,7 @@ def test_follows_one_scheduler_as_two_follow_two(name: str) -> None:
     assert all(first != last for first, last in zip(rates[0], rates[-1], strict=True)) or name.startswith("Cyclic")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("pair", ["Muon and AdamW", "SGD and Lion", "LAMB and Prodigy"])
 def test_captured(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)

@@ -79,6 +79,7 @@ def test_nothing_that_is_written_waits(write: Callable[[CompiledOptimizer], obje
     assert not [o for o in operators if o.waits]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"skip_nonfinite": True}], ids=["plain", "skipping"])
 @pytest.mark.parametrize("lowering", ["multi_tensor", "eager"])
 def test_a_watched_step_does_as_much_for_many_parameters_as_for_one(
@@ -134,6 +135,7 @@ def test_a_scheduler_asks_nothing_of_the_device_until_the_step_which_copies_once
         assert [o.name for o in operators] == ["_to_copy", "_foreach_copy_", *before]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "read",
     [
@@ -256,6 +258,7 @@ USES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Any], object]]] =
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("use", USES)
 def test_a_number_that_waits_is_there_when_it_is_used(use: str, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = trained(*USES[use])

@@ -23,7 +23,7 @@ from compiled_optim.rule import storage
 from compiled_optim.simulated.fake_cuda import fake_cuda
 from compiled_optim.simulated.record import Record, recording
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
+pytestmark = [pytest.mark.full, pytest.mark.filterwarnings("ignore:.*Profiler.*")]
 
 
 def _on_gpu(case: GPUCase) -> tuple[list[nn.Parameter], Any]:

@@ -78,6 +78,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", LIMITS)
 def test_interpreted_loops_equal_eager_steps(case: str, interpreted: dict[str, Any]) -> None:
     """The program itself asserts that absent gradients and a skipped step change nothing, and all others something."""
@@ -216,6 +217,7 @@ def _products(recorder: Record) -> int:
     return sum(operator.name == "bmm" for operator in recorder.take().operators)
 
 
+@pytest.mark.full
 def test_stacks_without_a_gradient_take_no_time_but_in_a_graph(fresh_kernels: None) -> None:
     with _gpu() as recorder:
         params = _parameters([(40, 24), (40, 24), (16, 24)])
@@ -261,6 +263,7 @@ LAUNCHES = {
 multiplies with torch."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("name", "arch"), LAUNCHES, ids=str)
 def test_a_step_is_loops_and_products_alone(name: str, arch: int, fresh_kernels: None) -> None:
     from torch._inductor import compile_fx
@@ -302,6 +305,7 @@ SPILLED = {("Adafactor", 80): 20}
 """Bytes, of one kernel, that the assembler puts aside around a division though it has registers; otherwise none."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arch", [80, 90])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["Muon", "NorMuon", "Adafactor"])

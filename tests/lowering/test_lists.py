@@ -108,11 +108,13 @@ def test_lists_in_other_dtypes(dtype: torch.dtype, kwargs: dict[str, Any]) -> No
     _assert_alike(Case(co.AdamW, tuple(kwargs.items())), dtype)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("on_cpu")
 def test_compiled_lists() -> None:
     _assert_alike(Case(co.AdamW, (("betas", (0.6, 0.8)), ("eps", 0.03), ("weight_decay", 0.4))))
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_kernels")
 def test_neither_sizes_nor_numbers_nor_absent_gradients_compile_anything() -> None:
     """One graph of coefficients and one of lists, each a few launches, serve whatever an optimizer holds."""

@@ -130,6 +130,7 @@ def _equal_to_eager(kind: type[co.CompiledOptimizer], params: list[torch.nn.Para
             assert torch.allclose(optimizer.state[param][name], value, rtol=10 * limit, atol=limit), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Sums, Products], ids=lambda kind: kind.__name__)
 def test_the_number_of_threads_changes_no_bit(kind: type[co.CompiledOptimizer]) -> None:
     results, before = [], torch.get_num_threads()
@@ -208,6 +209,7 @@ class DropsDimensions(Sums, granularity="tensor"):
         return dict(step=c.lr * (grad - grad.amax(-1).unsqueeze(-1)), every=every, of_rows=of_rows, of_all=of_all)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Unknown, DropsDimensions], ids=lambda kind: kind.__name__)
 def test_other_rules_are_compiled_by_inductor(kind: type[co.CompiledOptimizer]) -> None:
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,))]
@@ -267,6 +269,7 @@ def test_code_does_not_depend_on_shapes_or_on_how_often_it_iterates() -> None:
     assert all(text.count("OURS void part") <= 4 for text in texts)
 
 
+@pytest.mark.full
 def test_every_process_writes_the_same_code() -> None:
     """Which is found again by its text."""
     printed = {printed_by("loop_texts", PYTHONHASHSEED=seed) for seed in ("1", "2", "3")}
@@ -357,6 +360,7 @@ def _powers(param, grad, c):
 TOTAL = buffer(shape=lambda shape: (1,) * len(shape))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("granularity", "update", "fields", "loops"),

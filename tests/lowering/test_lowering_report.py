@@ -79,6 +79,7 @@ def test_every_elementwise_rule_is_reported() -> None:
     assert {exported()[name] for name in elementwise()} == {c for c in ruled("dense") if c._granularity == "element"}
 
 
+@pytest.mark.full
 def test_multi_tensor_table() -> None:
     """Launches, operators in a steady step and in one with moved gradients, bytes per parameter, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
@@ -135,6 +136,7 @@ def test_sums_over_all_parameters_take_operators_whose_number_does_not_grow(tens
     assert all(kernel.resources.spills == 0 and kernel.extern == () for kernel in report.kernels)
 
 
+@pytest.mark.full
 def test_table_of_cautious_steps() -> None:
     """Two launches more, which read what the step depends on once more; the same for any number of tensors."""
     rows: list[tuple[Any, ...]] = []
@@ -163,6 +165,7 @@ sgd | 4 | 5 | 32.0 | v4.b32 masked
     )
 
 
+@pytest.mark.full
 def test_table_of_the_other_optimizers() -> None:
     """Launches and operators of a steady step, among them library calls, whatever the number of tensors.
 
@@ -193,6 +196,7 @@ sparseadam | 2 | 15 | 0
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("groups", [1, 6])
 def test_groups_of_another_rule_are_two_launches_beside_muons(groups: int, fresh_kernels: None) -> None:
     """Whatever their number and their learning rates: Muon's coefficients, and AdamW's with its update."""
@@ -248,6 +252,7 @@ def test_coefficients_are_evaluated_once_whatever_the_dtypes() -> None:
         assert [launch.name for launch in recorder.take().launches] == ["evaluate", "update", "update", "update"]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("dtype", "moved"), [(torch.float32, 32.0), (torch.bfloat16, 16.0)])
 def test_clipping_is_one_launch_and_one_read_of_the_gradients_more(dtype: torch.dtype, moved: float) -> None:
     workload = Workload("adamw", 10, 8, dtype=dtype, options=(("max_grad_norm", 1.0),))
@@ -281,6 +286,7 @@ def _compiled(cache: Path) -> list[str]:
     return sorted(path.name for path in cache.rglob("*.json"))
 
 
+@pytest.mark.full
 def test_compile_time_does_not_grow_with_the_tensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _first_step_seconds(10, tmp_path / "warm", monkeypatch)
     seconds: dict[int, list[float]] = {10: [], 1000: []}
@@ -400,6 +406,7 @@ def test_what_threads_share_is_moved_once() -> None:
     assert [ptx.read(text).barriers for text in (PTX, shared)] == [0, 1]
 
 
+@pytest.mark.full
 def test_inductor_table() -> None:
     """torch.compile's own route: graphs, launches, operators, bytes per parameter, spilled bytes, width of the accesses."""
     rows: list[tuple[Any, ...]] = []
@@ -426,6 +433,7 @@ sgd | torch | 1 | 1 | 0 | 20.00 | 0 | v4.b32
     )
 
 
+@pytest.mark.full
 def test_table_of_steps_in_functions_that_users_compile() -> None:
     """As one operator, as operations, and torch.optim's: launches, operators, and what Inductor's CUDA graphs hold."""
     rows: list[tuple[Any, ...]] = []
@@ -464,6 +472,7 @@ def test_mixed_shapes_and_gpt2s_are_those() -> None:
     assert Workload("muon", 2).sizes == [(64, 64)] * 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("crosses", [False, True])
 def test_what_cuda_graphs_do_not_hold_is_counted(crosses: bool) -> None:
     with fake_cuda(90), recording("cuda") as recorder:
@@ -509,6 +518,7 @@ def _calls(source: str) -> list[str]:
     return re.findall(r"torch\.ops\.compiled_optim\.step(?:_in_graph)?\.default\(.*\)", source)
 
 
+@pytest.mark.full
 def test_a_step_in_a_users_region_is_one_call_in_place() -> None:
     with fake_cuda(90):
         torch._dynamo.reset()
@@ -527,6 +537,7 @@ def test_a_step_in_a_users_region_is_one_call_in_place() -> None:
     assert len(set(re.findall(r"\barg\d+_1\b", call))) == 2 * 148  # the graph's own inputs, no copy of any
 
 
+@pytest.mark.full
 def test_a_thousand_tensors_in_eight_groups_are_one_graph() -> None:
     torch._dynamo.reset()
     params = [nn.Parameter(torch.zeros(4)) for _ in range(1000)]
@@ -542,6 +553,7 @@ def test_a_thousand_tensors_in_eight_groups_are_one_graph() -> None:
     assert [round(p[0].item(), 4) for p in params[:8]] == [round(-0.1 * (i + 1), 4) for i in range(8)]
 
 
+@pytest.mark.full
 def test_a_whole_training_step_updates_in_place() -> None:
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.LayerNorm(32), nn.Linear(32, 4))
@@ -645,6 +657,7 @@ def test_nothing_of_the_fake_device_is_left_behind() -> None:
         torch.empty(2, device="cuda")
 
 
+@pytest.mark.full
 @pytest.mark.skipif("g++" not in str(cache.compiler()), reason="asks g++ what it did")
 @pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
 def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.CompiledOptimizer], tmp_path: Path) -> None:

@@ -206,6 +206,7 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     return directory, request.param
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_processes(check: str, ran: tuple[Path, int]) -> None:
     passed(check, *ran)

@@ -74,6 +74,7 @@ def _programs(registers: int, threads: int) -> int:
     return min(REGISTERS // (warp * threads // 32), THREADS // threads)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_clipping_asks_for_more_than_the_memory_gives(dtype: torch.dtype, tmp_path: Path) -> None:
     """Twice as much, since programs begin and end, and wait longer than on average, without each other's knowledge."""

@@ -78,6 +78,7 @@ def test_equals_torch_in_float64(case: Case, lowering: str) -> None:
             assert torch.allclose(optimizer.state[param][name], value.double(), rtol=1e-12, atol=1e-14), name
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", [c for c in IN_FLOAT64 if c.arguments], ids=str)
 def test_lower_precisions_stay_near_float64(case: Case, dtype: torch.dtype) -> None:
@@ -98,6 +99,7 @@ def test_lower_precisions_stay_near_float64(case: Case, dtype: torch.dtype) -> N
     assert relative_error(params, twins) < {torch.bfloat16: 0.1, torch.float16: 1e-2}.get(dtype, 1e-6)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize(("case", "dtype"), ROUNDED, ids=str)
 def test_equals_torch_up_to_bfloat16_products(case: Case, lowering: str, dtype: torch.dtype) -> None:
@@ -367,6 +369,7 @@ Adafactor (4, 3, 2, 2) | 12 Triton kernels
 """
 
 
+@pytest.mark.full
 def test_launches_on_a_gpu() -> None:
     """What Inductor makes of a stack for a GPU, whatever its size; in a process of its own, which pretends to have one."""
     pytest.importorskip("triton")
@@ -420,6 +423,7 @@ def test_none_stands_for_the_epsilon_of_each_dtype() -> None:
             use(bad)
 
 
+@pytest.mark.full
 def test_parameters_of_several_dtypes_have_their_own_epsilon_and_skip_once() -> None:
     dtypes = [torch.float32, torch.bfloat16, torch.float64, torch.float32]
     results = []

@@ -59,6 +59,7 @@ def _gpu() -> Iterator[Runs]:
         yield runs
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("optimizer", "lowering"),
     [(co.Adafactor, "auto"), (co.Muon, "auto"), (co.AdamW, "auto")],
@@ -76,6 +77,7 @@ def test_code_of_inductor_is_for_one_device(optimizer: type[co.CompiledOptimizer
     assert devices == ({"cuda:0", "cuda:1"} if runs.sources else set())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("optimizer", "shapes"), [(co.Adafactor, GPT2), (co.Muon, [(768, 3072)] * 12)], ids=["Adafactor", "Muon"]
 )
@@ -93,6 +95,7 @@ def test_no_program_walks_a_large_tensor_alone(
     assert len(runs.launches) <= 11 * stacks, len(runs.launches) / stacks
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("arch", "name", "peer", "launches", "operations"),
     [
@@ -144,6 +147,7 @@ class _Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", ["loops", "Inductor"])
 @pytest.mark.parametrize("optimizer", stacked_optimizers(), ids=lambda c: c.__name__)
 def test_memory_beside_a_large_model(
@@ -176,6 +180,7 @@ def test_stacks_are_bounded(by_inductor: None) -> None:
         assert [len(stack.positions) for stack in lowering.stacks] == counts
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("optimizer", "lowering"), [(co.Adafactor, "auto"), (co.Adafactor, "inductor")])
 def test_more_elements_than_32_bits_count_run_eager_and_say_so(
     optimizer: type[co.CompiledOptimizer], lowering: str, fresh_kernels: None
@@ -200,6 +205,7 @@ def _stacked_elements(shapes: list[tuple[int, ...]]) -> int:
         return sum(o.bytes for o in recorder.take().operators if o.name == "stack") // 8  # read and written
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("shapes", [[(768, 768)] * 10, [(4096, 4096)] * 6, [(32000, 4096)] * 2], ids=str)
 def test_clipping_stacks_no_gradient_twice(shapes: list[tuple[int, ...]], by_inductor: None) -> None:
     copied = sum(torch.Size(s).numel() for s in shapes) if shapes[0] != (32000, 4096) else 0

@@ -39,6 +39,7 @@ def _update(report: Report) -> KernelReport:
     return next(kernel for kernel in report.kernels if kernel.name == "update")
 
 
+@pytest.mark.full
 def test_table_of_stored_formats() -> None:
     """Launches, bytes per parameter and widths of accesses. Threads exchange no elements by way of shared memory."""
     lines = ["optimizer | weights | state | launches | bytes | accesses"]
@@ -69,6 +70,7 @@ sgd | split8 | int8 | 2 | 10.125 | b32 v2.b32 v4.b32
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_a_step_in_the_fewest_bytes(arch: int) -> None:
     """A step of AdamW in float32 moves 28 bytes per parameter."""
@@ -92,6 +94,7 @@ def test_every_optimizer_has_a_kernel_of_the_smallest_formats(name: str) -> None
     assert _update(report).barriers == 0
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("state_dtype", [torch.bfloat16, "int8"], ids=str)
 @pytest.mark.parametrize("weights", [None, *filter(None, MODES)])
 def test_operations_for_each_element(weights: str | None, state_dtype: Any) -> None:
@@ -119,11 +122,13 @@ def interpreted() -> dict[str, Any]:
     return json.loads(printed_by("interpreted_storage", TRITON_INTERPRET="1"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", CASES)
 def test_interpreted_kernels_equal_eager_bit_by_bit(case: str, interpreted: dict[str, Any]) -> None:
     assert interpreted["differences"][case] == {}
 
 
+@pytest.mark.full
 def test_weight_and_remainder_hold_numbers_of_every_exponent(interpreted: dict[str, Any]) -> None:
     halves = ("bfloat16", "float16")
     assert interpreted["broken promises"] == {f"{mode} {half}": {} for mode in ("split8", "split16") for half in halves}

@@ -79,6 +79,7 @@ COVERED = [
 ]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("case", "dtype", "arch"), COVERED, ids=str)
 def test_compiles_without_spills_and_with_wide_accesses(case: Any, dtype: str, arch: int) -> None:
     """Every text in both dtypes and for both architectures, and an optimizer's texts by turns in all four pairs of them."""
@@ -104,7 +105,13 @@ def interpreted_errors(request: pytest.FixtureRequest) -> dict[str, float]:
     return json.loads(printed_by("interpreted", *dtypes, *wanted, TRITON_INTERPRET="1"))
 
 
-@pytest.mark.parametrize("case", cases(), ids=str)
+OF_EACH_OPTIMIZER = {case.optimizer: case for case in reversed(cases())}.values()
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[] if c in OF_EACH_OPTIMIZER else [pytest.mark.full]) for c in cases()], ids=str
+)
 def test_interpreted_kernels_equal_eager(case: Any, interpreted_errors: dict[str, float]) -> None:
     errors = {name: error for name, error in interpreted_errors.items() if name.startswith(f"{case}-")}
     assert errors

@@ -584,6 +584,7 @@ def test_a_failure_after_a_success_applies_nothing_by_half(monkeypatch: pytest.M
         assert optimizer.state[own]["step"] == 1
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("fresh_kernels")
 @pytest.mark.parametrize("kind", [co.SGD, co.Adafactor], ids=lambda c: c.__name__)
 def test_inductor_without_a_compiler_that_works(kind: type[co.CompiledOptimizer], tmp_path: Path) -> None:
@@ -647,6 +648,7 @@ def test_triton_source_is_not_taken_from_disk(place: Path, tmp_path: Path) -> No
     assert triton.load(text) is module
 
 
+@pytest.mark.full
 def test_another_user_cannot_have_his_code_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Another user makes torch's directory in the shared temporary one first, and later replaces what he finds there."""
     shared, home = tmp_path / "tmp", tmp_path / "home"

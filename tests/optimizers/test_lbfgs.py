@@ -648,6 +648,7 @@ def test_inside_torch_compile() -> None:
         torch.compile(lambda: optimizer.step(closure), backend="eager", fullgraph=True)()
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:.*Profiler.*")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 def test_fixed_iterations_in_one_graph(dtype: torch.dtype) -> None:

@@ -106,6 +106,7 @@ def test_equals_a_loop_over_the_matrices_in_float64(kind: type[CompiledOptimizer
     _assert_near(params, twins, 0.05)  # products are in bfloat16
 
 
+@pytest.mark.full
 def test_parts_are_rounded_by_random_numbers_of_their_own() -> None:
     param = nn.Parameter(torch.ones(96, 64, dtype=torch.bfloat16))
     param.grad = torch.zeros_like(param)
@@ -147,6 +148,7 @@ def test_parts_of_several_sizes_however_they_are_stored(how: str) -> None:
         assert (param - torch.cat(own)).norm() < 0.05 * (param - old).norm()
 
 
+@pytest.mark.full
 def test_experts_in_parts_of_several_sizes() -> None:
     generator = torch.Generator().manual_seed(0)
     params = [nn.Parameter(torch.randn(2, 12, 8, generator=generator)) for _ in range(2)]

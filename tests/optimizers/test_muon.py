@@ -59,6 +59,7 @@ def test_polar_express_is_the_papers() -> None:
     assert found[0] == pytest.approx((8.28721201814563 / 1.01, -23.595886519098837 / 1.01**3, 17.300387312530933 / 1.01**5))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("steps", "least"), [(5, 0.84), (6, 0.99), (9, 0.99)])
 def test_polar_express_makes_singular_values_equal(steps: int, least: float) -> None:
     (param,) = parameters([(30, 60)])
@@ -98,6 +99,7 @@ def test_the_order_of_triples_counts() -> None:
                 assert_near([ours], [theirs], share)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_a_repeated_triple_is_the_triple(lowering: str) -> None:
     triple = (3.0, -4.0, 1.8)
@@ -231,6 +233,7 @@ def test_a_scale_must_have_a_name() -> None:
         co.Muon(parameters(), adjust_lr_fn="rms")
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_normuon_is_the_one_of_pytorch_optimizer_in_its_papers_mode(nesterov: bool) -> None:

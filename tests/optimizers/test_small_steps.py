@@ -43,6 +43,7 @@ OTHERS = (co.LAMB, co.Prodigy, co.AdamWScheduleFree)
 DECAYING = [c for c in ruled("dense") if "weight_decay" in c._all_fields and c not in OTHERS]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", DECAYING, ids=lambda c: c.__name__)
 def test_decay_arrives(optimizer: type[co.CompiledOptimizer]) -> None:
     """2000 times 1e-4 of the parameter, without gradients. Lookahead takes half of it back."""
@@ -66,6 +67,7 @@ def test_without_a_mode_decay_is_lost_as_in_torch() -> None:
     assert (theirs == 1).all()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("grad", [1.0, -0.5])
 def test_many_small_updates_add_up(grad: float) -> None:
     """10,000 of 1e-4: from 1 to nearly 0 and to 1.5."""

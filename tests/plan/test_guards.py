@@ -163,6 +163,7 @@ def test_a_refusing_compiler_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.full
 def test_a_second_process_takes_the_kernel_from_disk(tmp_path) -> None:
     program = (
         "import torch, compiled_optim as co, compiled_optim.lowering.kernels.cpp as cpp;"

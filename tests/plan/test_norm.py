@@ -28,6 +28,7 @@ def interpreted() -> dict[str, Any]:
     return json.loads(printed_by("gradients_of_any_size", TRITON_INTERPRET="1"))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", SIZES, ids=str)
 @pytest.mark.parametrize("lowering", [*LOWERINGS, "inlined", "triton"])
 def test_gradients_of_every_size(lowering: str, dtype: torch.dtype, request: pytest.FixtureRequest) -> None:

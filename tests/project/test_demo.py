@@ -39,6 +39,7 @@ def _rows(lines: list[str]) -> dict[str, str]:
     return {row[1]: row[2] for row in rows}
 
 
+@pytest.mark.full
 def test_a_newcomers_run() -> None:
     """``tools/run`` in its own environment prints a report and nothing else, but for one line if it installs."""
     status, lines, errors = _run("tools/run")
@@ -51,6 +52,7 @@ def test_a_newcomers_run() -> None:
     assert len(names[names.index("optimizer step") + 1 :]) == 4
 
 
+@pytest.mark.full
 def test_missed_accuracy_is_an_error_after_the_report() -> None:
     options = ["--epochs", "1", "--min-accuracy", "100", "--modes", "eager"]
     status, lines, errors = _run(sys.executable, "-m", "tools.demo", *options)
@@ -59,6 +61,7 @@ def test_missed_accuracy_is_an_error_after_the_report() -> None:
     assert "eager" in _rows(lines)
 
 
+@pytest.mark.full
 def test_a_row_is_not_named_after_a_compilation_that_did_not_happen() -> None:
     options = ["--epochs", "1", "--min-accuracy", "0", "--modes", "whole-step"]
     status, lines, errors = _run(sys.executable, "-m", "tools.demo", *options, TORCHDYNAMO_DISABLE="1")
@@ -77,6 +80,7 @@ def _batches() -> Iterator[digits.Images]:
     yield from digits.batches(digits.load()[0], 1, torch.Generator().manual_seed(0))
 
 
+@pytest.mark.full
 def test_a_captured_step_is_named_so(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = Training(EPOCH, "cpu")
     training = expected.resumed()

@@ -71,6 +71,7 @@ def test_the_changelog_lists_every_optimizer() -> None:
     assert {co.optimizer_info(name).cls.__name__ for name in co.list_optimizers()} <= words
 
 
+@pytest.mark.full
 def test_a_release_can_be_installed_and_used() -> None:
     done = subprocess.run(["tools/package"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

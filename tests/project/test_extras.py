@@ -83,6 +83,7 @@ def _declared(extra: str) -> set[str]:
     return found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("place", EXTRAS)
 def test_every_import_is_declared(place: str) -> None:
     providers = importlib.metadata.packages_distributions()
@@ -112,6 +113,7 @@ def test_every_import_that_needs_an_extra_is_tried_without_it() -> None:
     assert _optional() == WITHOUT.keys()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("place", "module"), WITHOUT)
 def test_an_error_names_the_extra_that_has_what_is_missing(place: str, module: str) -> None:
     code = f"import sys; sys.modules[{module!r}] = None\nimport torch, compiled_optim as co\n{WITHOUT[place, module]}"

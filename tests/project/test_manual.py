@@ -54,6 +54,7 @@ def test_recipes_have_their_text_and_their_output() -> None:
     assert [line for line in page.split("\n") if line.startswith("   ")] == ["   print(1)", "   1"]
 
 
+@pytest.mark.full
 def test_the_documentation_is_built(tmp_path: Path) -> None:
     """Sphinx takes every warning for an error, and each link between pages leads somewhere."""
     done = subprocess.run(["tools/docs", tmp_path], cwd=ROOT, capture_output=True, text=True)

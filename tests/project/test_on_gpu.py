@@ -86,6 +86,7 @@ def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.full
 def test_a_late_command_is_interrupted_then_ended_and_those_behind_it_have_their_time(tmp_path: Path) -> None:
     children = [tmp_path / "one", tmp_path / "two"]
     parts = [
@@ -134,6 +135,7 @@ REHEARSALS = {
 """Which tables the rehearsals below write."""
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("call", REHEARSALS)
 def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that does not compile for minutes; ``perf/gpu --rehearse`` tries everything."""
@@ -198,6 +200,7 @@ def test_loops_out_of_time_are_named() -> None:
     ]
 
 
+@pytest.mark.full
 def test_a_rehearsal_of_the_tests_passes_and_writes_its_report(tmp_path: Path) -> None:
     assert on_gpu.main(["tests", str(tmp_path), "--rehearse"]) == 0
     (suite,) = ElementTree.parse(tmp_path / "cuda-tests.xml").iter("testsuite")

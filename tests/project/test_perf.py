@@ -76,6 +76,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore")  # whatever other packages say
 @pytest.mark.parametrize(
     ("name", "optimizer"), [*((name, "adamw") for name in PEERS if name not in WITHOUT_ADAMW), *OTHERS.items()]
@@ -198,6 +199,7 @@ def test_schedulers_are_timed_beside_torchs(tmp_path):
     assert table.loc[table["competitor"] == FUSED, "ratio"].to_numpy() == pytest.approx(ours / theirs, rel=1e-3)
 
 
+@pytest.mark.full
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's, behind a graph break
 @pytest.mark.parametrize(
     ("command", "file", "names"),
@@ -254,6 +256,7 @@ def test_a_recorded_inlined_step_is_as_promised():
     assert (inlined["commit"], inlined["repeats"]) == (stock["commit"], stock["repeats"])
 
 
+@pytest.mark.full
 def test_no_save_writes_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(host_time, "REPEATS", 1)
     assert main(["overhead", "--workload", "tiny-10", "--rounds", "2", "--no-save", "--results", str(tmp_path)]) == 0
@@ -321,6 +324,7 @@ def page(tmp_path, monkeypatch):
     return path.read_text()
 
 
+@pytest.mark.full
 def test_the_report_is_one_page_that_names_hardware_and_revisions(page):
     pictures = page.count("<svg")
     assert pictures >= 10
@@ -353,6 +357,7 @@ def test_the_report_says_what_did_not_hold_and_what_did_not_run(revision, tmp_pa
     assert f"revision {revision}" in page
 
 
+@pytest.mark.full
 def test_there_is_no_report_on_an_optimizer_whose_tests_fail(tmp_path, monkeypatch, capsys):
     red = tmp_path / "test_red.py"
     red.write_text("import pytest\n@pytest.mark.parametrize('n', ['AdamW', 'Lion'])\ndef test_it(n): assert n == 'Lion'\n")
@@ -442,6 +447,7 @@ def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
     assert (table.loc[table["competitor"] == FUSED, "p50"].to_numpy()[1:] == [1, 16.25]).all()  # 0.25 of it for step counts
 
 
+@pytest.mark.full
 def test_a_first_step_that_another_package_lacks_is_a_row_that_says_why(tmp_path) -> None:
     command = ["first-step", "--optimizer", "muon", "--workload", "tiny-matrices", "--rounds", "1"]
     assert main([*command, "--competitors", OURS, "torch fused", "--results", str(tmp_path)]) == 0
@@ -450,6 +456,7 @@ def test_a_first_step_that_another_package_lacks_is_a_row_that_says_why(tmp_path
     assert metrics["torch fused"] == [f"{NOT_RUN}TypeError: Muon.__init__() got an unexpected keyword argument 'fused'"]
 
 
+@pytest.mark.full
 def test_convergence_appends_losses_and_bounds(tmp_path) -> None:
     assert main(["convergence", "--task", "digits", "--rehearse", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "convergence.csv")
@@ -465,6 +472,7 @@ def test_hybrid_tunes_both_sides_and_draws(tmp_path) -> None:
     assert (tmp_path / "hybrid.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_low_precision_trains_as_well(task: str) -> None:
     """Two seeds and few steps, of which at most 0.0018 nats were observed; perf/results/convergence.csv has whole runs."""

@@ -197,6 +197,7 @@ def test_every_command_is_known() -> None:
     assert named - of_the_program == {*COMMANDS, *ELSEWHERE}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("command", COMMANDS)
 def test_command_works(command: str) -> None:
     done = subprocess.run(COMMANDS[command], cwd=ROOT, capture_output=True, text=True)

@@ -56,11 +56,13 @@ def _prints_what_it_ends_with(path: Path, directory: Path) -> None:
     assert list(directory.iterdir()) == []
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", ALONE, ids=_stem)
 def test_a_recipe_prints_what_it_ends_with(path: Path, tmp_path: Path) -> None:
     _prints_what_it_ends_with(path, tmp_path)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("path", OTHERS)
 def test_a_long_recipe_prints_what_it_ends_with(path: Path, tmp_path: Path) -> None:
     _prints_what_it_ends_with(path, tmp_path)

@@ -1,4 +1,4 @@
-"""What a run without --full takes of the tests."""
+"""What a run without --full takes of the tests, and what ends a test that hangs."""
 
 from __future__ import annotations
 
@@ -6,147 +6,159 @@ import itertools
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import selection
-from catalog import Case, ruled
+from catalog import LOWERINGS, registry, ruled
+from new_process import ROOT, environment
+
+HANGING = """
+import ctypes, pytest
+
+def test_before():
+    pass
+
+@pytest.mark.timeout(1)
+def test_hangs():
+    ctypes.CDLL(None).pause()  # in C, where no exception reaches it
+
+def test_behind():
+    pass
+"""
 
 
-def _items(name: str, **axes: int) -> list[Any]:
-    """The items of a function whose parameters have so many values each; one item without parameters."""
-    if not axes:
-        return [SimpleNamespace(nodeid=name)]
-    found = itertools.product(*map(range, axes.values()))
-    return [
-        SimpleNamespace(nodeid=f"{name}[{i}]", callspec=SimpleNamespace(indices=dict(zip(axes, values, strict=True))))
-        for i, values in enumerate(found)
-    ]
+def _items(name: str, *marks: str, values: dict[str, list[Any]] | None = None) -> list[Any]:
+    """Return the items of a function with ``marks`` whose parameters have such values; one item without parameters."""
+
+    def item(nodeid: str, **more: Any) -> Any:
+        return SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda mark: mark in marks, **more)
+
+    if not values:
+        return [item(name)]
+    found = []
+    for number, chosen in enumerate(itertools.product(*map(enumerate, values.values()))):
+        indices = {axis: index for axis, (index, _) in zip(values, chosen, strict=True)}
+        params = {axis: value for axis, (_, value) in zip(values, chosen, strict=True)}
+        found.append(item(f"{name}[{number}]", callspec=SimpleNamespace(indices=indices, params=params)))
+    return found
 
 
-def _values(items: list[Any]) -> set[tuple[str, int]]:
-    return {value for item in items for value in item.callspec.indices.items()}
+def _names(items: list[Any]) -> list[str]:
+    return [item.nodeid for item in items]
 
 
-@pytest.mark.parametrize("seed", [1, 20_260_101])
-def test_every_value_of_every_parameter_is_taken(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def _numbers(**counts: int) -> dict[str, list[Any]]:
+    return {axis: [*range(count)] for axis, count in counts.items()}
+
+
+def test_every_value_of_every_parameter_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selection, "MOST", 12)
-    items = _items("tests/a.py::test_f", first=4, second=3, third=2)
-    taken = selection.selected(items, seed)
-    assert _values(taken) == _values(items)
-    assert 4 <= len(taken) <= 7
+    items = _items("a.py::test_f", values=_numbers(first=4, second=3, third=2))
+    taken = selection.quick(items)
+    indices = [{value for item in some for value in item.callspec.indices.items()} for some in (taken, items)]
+    assert indices[0] == indices[1]
+    assert len(taken) == 4
 
 
-def test_of_many_values_some_are_taken_and_others_on_another_day() -> None:
-    items = _items("tests/a.py::test_f", first=200, second=3)
-    days = [selection.selected(items, seed) for seed in range(20_260_101, 20_260_131)]
-    assert {len(taken) for taken in days} == {selection.MOST}
-    assert len({item.nodeid for taken in days for item in taken}) > 10 * selection.MOST
+def test_of_many_values_each_function_takes_its_own() -> None:
+    functions = [_items(f"a.py::test_{i}", values=_numbers(first=200, second=3)) for i in range(30)]
+    taken = [selection.quick(items) for items in functions]
+    assert {len(cases) for cases in taken} == {selection.MOST}
+    assert len({case.callspec.indices["first"] for cases in taken for case in cases}) > 10 * selection.MOST
+    assert [_names(selection.quick(items)) for items in functions] == [*map(_names, taken)]
 
 
-def test_a_seed_says_everything() -> None:
-    items = [*_items("tests/a.py::test_f", first=9, second=9), *_items("tests/b.py::test_g", first=9, second=9)]
-    assert selection.selected(items, 7) == selection.selected(items[::-1], 7)[::-1] == selection.selected(items, 7)
-    assert selection.selected(items, 7) != selection.selected(items, 8)
+def test_marks_say_which_cases() -> None:
+    values: dict[str, list[Any]] = {"lowering": ["eager", "inductor"], "n": [*range(9)]}
+    plain, quick, full = (
+        _items("a.py::test_plain", values=values),
+        _items("a.py::test_quick", "quick", values=values),
+        _items("a.py::test_full", "quick", "full", values=values),
+    )
+    alone = [*_items("a.py::test_alone"), *_items("a.py::test_long", "full")]
+    taken = selection.quick([*plain, *quick, *full, *alone])
+    assert [item for item in taken if item in quick] == quick
+    assert [item for item in taken if item in full] == []
+    assert [item for item in taken if item in alone] == alone[:1]
+    cases = [item for item in taken if item in plain]
+    assert len(cases) == selection.MOST
+    assert {item.callspec.params["lowering"] for item in cases} == {"eager"}
+    assert _names(selection.quick(full, [full[3].nodeid, "b.py::test_full"])) == [full[3].nodeid]
 
 
-def test_a_function_without_parameters_is_taken_unless_its_file_is_for_full_runs() -> None:
-    items = [*_items("tests/a.py::test_f"), *_items(selection.FULL_ONLY[0] + "b.py::test_g")]
-    assert selection.selected(items, 7) == items[:1]
+@pytest.fixture(scope="module")
+def quick(request: pytest.FixtureRequest) -> list[str]:
+    """Return the names of the tests of a run without ``--full``: of this one, if it is one of all files."""
+    config = request.config
+    if config.args_source is pytest.Config.ArgsSource.TESTPATHS and not config.option.keyword:
+        taken = request.session.items if not config.option.full else selection.quick(request.session.items)
+        return _names(taken)
+    return [*_listed()]
 
 
-def test_slow_functions_are_drawn_as_far_as_seconds_allow(monkeypatch: pytest.MonkeyPatch) -> None:
-    costs = {f"tests/a.py::test_{i}": 30.0 for i in range(8)}
-    monkeypatch.setattr(selection, "slow", lambda cold=False: costs if cold else {})
-    monkeypatch.setattr(selection, "SECONDS", 100.0)
-    items = [item for i in range(9) for item in _items(f"tests/a.py::test_{i}")]
-    days = [{item.nodeid for item in selection.selected(items, seed)} for seed in range(30)]
-    assert {len(taken) for taken in days} == {4}
-    assert all("tests/a.py::test_8" in taken for taken in days)
-    assert set().union(*days) == {item.nodeid for item in items}
+def _listed(*arguments: str) -> Iterator[str]:
+    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    return (line for line in done.stdout.splitlines() if "::" in line)
 
 
-def test_with_full_slow_functions_take_so_many_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All seeds together take everything; what is quick is taken with every seed."""
-    monkeypatch.setattr(selection, "slow", lambda **_: {"tests/a.py::test_f": 6.0})  # of three items
-    monkeypatch.setattr(selection, "WHOLE_SECONDS", 20.0)
-    items = [*_items("tests/a.py::test_f", first=8, second=3), *_items("tests/a.py::test_g", first=8, second=3)]
-    slow, quick = items[:24], items[24:]
-    days = [selection.full(items, seed) for seed in range(20)]
-    for taken in days:
-        assert [item for item in taken if item in quick] == quick
-        assert len(taken) == 24 + 10
-        assert _values([item for item in taken if item in slow]) == _values(slow)
-    assert {item.nodeid for taken in days for item in taken} == {item.nodeid for item in items}
-    assert {item.nodeid for item in selection.selected(items, 3)} <= {item.nodeid for item in days[3]}
-
-
-def test_with_full_what_inductor_compiles_is_taken_of_every_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "slow", lambda **_: {"tests/a.py::test_f[inductor]": 60.0})
-    cases = [Case(optimizer, (("lr", lr),)) for optimizer in ruled() for lr in (0.1, 0.2, 0.3)]
-    items = [
-        SimpleNamespace(
-            nodeid=f"tests/a.py::test_f[{case}-{lowering}]",
-            callspec=SimpleNamespace(indices={"case": i, "lowering": j}, params={"case": case, "lowering": lowering}),
+IN_IT = {
+    **{optimizer.__name__: rf"[\[-]{optimizer.__name__}[]-]" for optimizer in registry()},
+    **{
+        f"{optimizer.__name__} in C++": rf"test_equals_torch\[.*{optimizer.__name__}.*-multi_tensor" for optimizer in ruled()
+    },
+    **{
+        f"{optimizer.__name__} in Triton": rf"test_interpreted_kernels_equal_eager\[{optimizer.__name__}"
+        for optimizer in ruled()
+    },
+    **{lowering: rf"[\[-]{lowering}[]-]" for lowering in LOWERINGS},
+    **{mode: rf"[\[-]{mode}[]-]" for mode in ("kahan", "stochastic", "split8", "split16", "int8")},
+    **{
+        f"{form} files": rf"(TestFiles|tests/convert/).*[\[-]{form}[] -]"
+        for form in (
+            "torch",
+            "compiled_optim",
+            "named",
+            "optimi",
+            "safetensors",
+            "dcp",
+            "deepspeed",
+            "bitsandbytes",
+            "FlashOptim",
         )
-        for i, case in enumerate(cases)
-        for j, lowering in enumerate(("eager", "inductor"))
-    ]
-    taken = [item.callspec.params for item in selection.full(items, 7)]
-    assert [params["case"] for params in taken if params["lowering"] == "eager"] == cases
-    compiled = [params["case"].optimizer for params in taken if params["lowering"] == "inductor"]
-    assert compiled == ruled()
+    },
+}
 
 
-def test_every_rule_is_taken_in_every_language(pytestconfig: pytest.Config) -> None:
-    command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", "--selection=7"]
-    listed = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True).stdout.splitlines()
-    taken = {name: [line for line in listed if line.startswith(name)] for name in selection.OF_EACH_OPTIMIZER}
-    for name, lines in taken.items():
-        for optimizer in ruled():
-            own = [line for line in lines if re.search(rf"[\[-]{optimizer.__name__}[]-]", line)]
-            assert [line for line in own if "float64" not in line], (name, optimizer)
+@pytest.mark.quick
+@pytest.mark.parametrize("name", IN_IT)
+def test_a_run_has_every(name: str, quick: list[str]) -> None:
+    """Optimizer, lowering, way to store weights and state, and form of files."""
+    assert [test for test in quick if re.search(IN_IT[name], test)]
 
 
-def test_slow_functions_are_there(pytestconfig: pytest.Config) -> None:
-    for name in [*selection.slow(cold=True), *selection.EVERY_CASE]:
-        file, *_, function = name.removesuffix("[inductor]").split("::")
-        assert f"def {function}(" in (pytestconfig.rootpath / file).read_text(), name
-
-
-def test_files_for_full_runs_are_there(pytestconfig: pytest.Config) -> None:
-    assert all((pytestconfig.rootpath / name.partition("::")[0]).exists() for name in selection.FULL_ONLY)
-
-
-def test_what_is_named_runs_whole(pytestconfig: pytest.Config) -> None:
+def test_what_is_named_runs_whole_unless_only_a_few_cases_are_asked_for() -> None:
     """Or a developer would not see what a change broke."""
-    command = [sys.executable, "-m", "pytest", "--numprocesses=1", "-q", "--time-left", "tests/project/test_public.py"]
-    done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) > 10 * selection.MOST
-    assert f"0 of {passed[1]} tests, " in done.stdout
+    whole, few = ([*_listed("tests/plan/test_norm.py", *options)] for options in ((), ("--quick",)))
+    assert {name.partition("[")[0] for name in few} < {name.partition("[")[0] for name in whole}
+    assert len([name for name in whole if "test_gradients_of_every_size[" in name]) > selection.MOST
 
 
-def test_what_is_named_with_a_seed_does_not() -> None:
-    items = [item for i in range(9) for item in _items(f"tests/trainers/a.py::test_{i}", first=9)]
-    assert len(selection.selected(items, 7, left_out=())) == 9 * selection.MOST
-    assert selection.selected(items, 7) == []
+def test_a_test_that_hangs_fails_and_those_behind_it_run(tmp_path: Path) -> None:
+    (tmp_path / "test_hanging.py").write_text(HANGING)
+    options = ["-c", str(ROOT / "pyproject.toml"), f"--rootdir={tmp_path}", "-p", "conftest", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "--numprocesses=1", *options, str(tmp_path)]
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    assert "1 failed, 2 passed" in done.stdout, done.stdout + done.stderr
+    assert "test_hanging.py::test_hangs" in done.stdout
+    assert "pause()" in done.stdout  # the stack of the process that was ended
 
 
-def test_a_seed_holds_for_what_is_named_in_every_process(pytestconfig: pytest.Config) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--numprocesses=1",
-        "-q",
-        "--selection=7",
-        "--slow=1",
-        "tests/project/test_public.py",
-    ]
-    done = subprocess.run(command, cwd=pytestconfig.rootpath, capture_output=True, text=True, check=True)
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed is not None
-    assert int(passed[1]) < 14  # of more than fifty
+def test_every_test_has_a_limit(request: pytest.FixtureRequest) -> None:
+    limits = {mark.args[0] for item in request.session.items if (mark := item.get_closest_marker("timeout"))}
+    assert all(item.get_closest_marker("timeout") for item in request.session.items)
+    assert limits <= {300, 1800}

@@ -41,6 +41,7 @@ def _by_pyright(tmp_path: Path) -> list[tuple[int, str]]:
     return [(each["range"]["start"]["line"] + 1, each["message"]) for each in errors]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", [_by_mypy, _by_pyright])
 def test_type_checkers_find_the_mistakes_and_nothing_else(
     check: Callable[[Path], list[tuple[int, str]]], tmp_path: Path

@@ -29,6 +29,7 @@ def test_weights_and_their_rests_at_every_exponent(dtype: str) -> None:
     assert formats_in_cpp.violations(dtype, stride=509) == {}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_weights_and_their_rests_with_every_mantissa(dtype: str) -> None:
     for exponent in EDGES[dtype]:

@@ -339,6 +339,7 @@ def test_a_report_changes_nothing(captured: bool, monkeypatch: pytest.MonkeyPatc
         assert torch.equal(p, q)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [co.AdamW, co.Muon])
 def test_captured(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)

@@ -72,6 +72,7 @@ def is_inlined(side: Side) -> bool:
     return co.compile_report(side.optimizer).compiled_step == "its own operations"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", ruled("dense"), ids=lambda c: c.__name__)
 def test_one_graph_of_own_operations_while_everything_moves(optimizer: type[co.CompiledOptimizer]) -> None:
     graphs = Graphs()
@@ -120,6 +121,7 @@ def _tensors(seed: int) -> list[Tensor]:
 
 
 # A sum over all parameters has the rounding of those in float32, also for those in float64.
+@pytest.mark.full
 @pytest.mark.parametrize("optimizer", [c for c in ruled("dense") if not c._rule.has_totals()], ids=lambda c: c.__name__)
 def test_every_configuration_equals_its_reference(optimizer: type[co.CompiledOptimizer]) -> None:
     """All of them in one graph, each with two groups and tensors of two dtypes."""
@@ -201,6 +203,7 @@ REPLACES: dict[str, Callable[[Side], object]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("change", [*KEEPS, *REPLACES])
 def test_a_change_is_followed(change: str) -> None:
     counter = CompileCounterWithBackend("eager")
@@ -254,6 +257,7 @@ WAYS: dict[str, Callable[[Side, float], object]] = {
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("way", WAYS)
 def test_momentum_that_begins_and_ends(way: str) -> None:
     """It asks for a buffer, which a step without momentum has not."""
@@ -266,6 +270,7 @@ def test_momentum_that_begins_and_ends(way: str) -> None:
         equal(ours, twin)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}, {"skip_nonfinite": True}], ids=str)
 def test_steps_after_those_that_a_scaler_calls(options: dict[str, Any]) -> None:
     """The first of them overflows, as a first loss scale often is too large."""
@@ -284,6 +289,7 @@ def test_steps_after_those_that_a_scaler_calls(options: dict[str, Any]) -> None:
     assert counter.frame_count == 2
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=str)
 def test_a_parameter_that_was_frozen_when_the_optimizer_was_made(options: dict[str, Any]) -> None:
     ours, twin = sides(adamw, "eager", **options)
@@ -305,6 +311,7 @@ def test_a_parameter_that_was_frozen_when_the_optimizer_was_made(options: dict[s
     assert is_inlined(ours)
 
 
+@pytest.mark.full
 def test_a_compile_for_each_pattern_of_absent_gradients() -> None:
     counter = CompileCounterWithBackend("eager")
     ours, twin = sides(adamw, counter, max_grad_norm=0.3)
@@ -356,6 +363,7 @@ def test_two_optimizers_and_two_steps_in_one_graph() -> None:
     assert graphs.namespaces <= {"aten", "prims"}
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("one_process")
 @pytest.mark.parametrize(
     ("options", "held"),

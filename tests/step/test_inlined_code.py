@@ -42,6 +42,7 @@ def fresh() -> Any:
     torch._dynamo.reset()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", STORED)
 def test_no_bit_of_weights_and_state_in_few_bytes_differs_from_eager(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "MINIMUM", MINIMUM)
@@ -55,6 +56,7 @@ def test_no_bit_of_weights_and_state_in_few_bytes_differs_from_eager(name: str, 
         )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("size", [128, 100])
 def test_the_last_elements_of_a_group_are_not_lost(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor of torch 2.13 reads 0 in place of them."""
@@ -124,6 +126,7 @@ def test_parameters_on_two_devices_are_not_inlined() -> None:
         assert engine_of(made).inline([0, 1]) == "parameters are on several devices"
 
 
+@pytest.mark.full
 def test_table_of_ten_tensors_on_a_gpu() -> None:
     """Launches and bytes per parameter, by torch 2.13; no operator but the norm of the gradients, no copy and no wait."""
     lines = ["optimizer | launches | bytes"]
@@ -150,6 +153,7 @@ StableAdamW | 16 | 40.00
     )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"cautious": True}], ids=str)
 @pytest.mark.parametrize("optimizer", [co.AdamW, co.Adan, co.ASGD, co.Ranger, co.SGD], ids=lambda c: c.__name__)
 def test_code_for_a_gpu_computes_what_that_for_a_cpu_does(

@@ -175,6 +175,7 @@ def test_a_step_that_is_interrupted_anywhere(change: Callable[[Side, int], None]
     assert points > POINTS // 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("count", "size", "signals"), [(148, 2048, 200), (3000, 64, 30)])
 def test_a_step_that_real_signals_interrupt(count: int, size: int, signals: int) -> None:
     assert interrupted_steps(count, size, signals) > signals // 4
@@ -207,6 +208,7 @@ class Runner(Side):
             self.runner.step()
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("whole", [False, True], ids=["step", "training step"])
 @pytest.mark.parametrize("change", [_nothing, _assign, _move], ids=lambda c: c.__name__.strip("_"))
 def test_a_replay_that_is_interrupted_anywhere(

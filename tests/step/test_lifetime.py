@@ -143,6 +143,7 @@ def test_state_that_was_loaded_or_written_stays_when_its_parameter_leaves(use: C
     assert optimizer.state[param].keys() == before.keys()
 
 
+@pytest.mark.full
 def test_making_optimizers_starts_no_thread() -> None:
     for cls in registry():
         used(cls, "inductor" if cls in (co.AdamW, co.Muon) else "multi_tensor")
@@ -150,6 +151,7 @@ def test_making_optimizers_starts_no_thread() -> None:
     assert not ours
 
 
+@pytest.mark.full
 def test_a_process_that_ends_early_ends_with_its_own_status() -> None:
     program = (
         "import sys, torch, compiled_optim as co\n"

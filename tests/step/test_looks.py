@@ -19,6 +19,7 @@ from perf import no_device
 pytest.importorskip("triton")
 
 
+@pytest.mark.full
 def test_they_see_what_operations_see() -> None:
     """In Triton's interpreter: all forms and dtypes, no gradients, skipped steps, numbers that change, and replays."""
     found = json.loads(printed_by("interpreted_samples", TRITON_INTERPRET="1"))

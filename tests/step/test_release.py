@@ -724,6 +724,7 @@ class TestCaptured:
         side.optimizer.zero_grad()
         return loss
 
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", [co.AdamW, co.StableAdamW, co.Muon], ids=lambda c: c.__name__)
     @pytest.mark.parametrize("cap", [0.0, None])
     def test_a_whole_step(self, kind: type[CompiledOptimizer], cap: float | None) -> None:

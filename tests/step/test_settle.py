@@ -18,6 +18,7 @@ from compiled_optim.optimizer import engine_of
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "clipping": {"max_grad_norm": 0.5, "skip_nonfinite": True}}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("case", [*cases("dense"), *stacked_cases()][::3], ids=str)
 def test_steps_of_a_settled_optimizer_keep_no_memory(case: Case, options: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,8 @@ import pytest
 from soak import EVENTS, OPTIMIZERS, soak
 from walks import walk
 
+pytestmark = pytest.mark.full
+
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_stay_right(name: str) -> None:

@@ -21,7 +21,10 @@ from compiled_optim.memory import torch_internals
 from compiled_optim.step.module import differences
 from compiled_optim.step_file import TrainingStep
 
-pytestmark = pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.full,
+    pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),
+]
 
 
 @pytest.fixture(scope="module")

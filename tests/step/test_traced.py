@@ -324,6 +324,7 @@ def test_names_that_change_cost_a_compile_and_step_the_right_one() -> None:
     assert counter.frame_count == 4
 
 
+@pytest.mark.full
 def test_a_kept_step_in_a_process_with_other_optimizers(tmp_path: Path) -> None:
     place = str(tmp_path / "step")
     printed_by("kept_step", KEPT_STEP=place)
@@ -396,6 +397,7 @@ def test_no_compiler_puts_an_operator_whose_host_half_must_run_into_a_cuda_graph
     assert not is_cudagraph_unsafe_fx_node(graph.call_function(torch.ops.aten.mul.Tensor))
 
 
+@pytest.mark.full
 def test_hooks_that_come_after_compiling_are_called() -> None:
     """And those of all optimizers, each until it is removed."""
     from torch.optim.optimizer import register_optimizer_step_pre_hook

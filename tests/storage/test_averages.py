@@ -58,6 +58,7 @@ def test_second_moments_fall(state_dtype: Any, monkeypatch: pytest.MonkeyPatch) 
     assert roots[:, 1::2].median() == pytest.approx(1, abs=0.02)
 
 
+@pytest.mark.full
 def test_no_period_of_the_gradients_resonates_with_rounding() -> None:
     """Gradients are 10 times larger in every so many steps, or normal: errors of averages, against those in float64.
 

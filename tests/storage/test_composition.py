@@ -71,6 +71,7 @@ def _assert_equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
         assert torch.equal(tensor, theirs[name]), (name, (tensor != theirs[name]).sum())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("mode", MODES)
 def test_lowerings_store_the_same(mode: str) -> None:
     """Bit for bit, where the rule's own arithmetic leaves no choice; a compiler cannot leave a rounding away."""
@@ -86,6 +87,7 @@ def test_lowerings_store_the_same(mode: str) -> None:
     assert ("0.momentum_buffer_scale" in stored["eager"]) == (MODES[mode].get("state_dtype") == "int8")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("weights", ["kahan", "stochastic", "split8", "split16", "master"])
 def test_every_number_of_16_bits_in_every_lowering(weights: str, dtype: torch.dtype) -> None:

@@ -47,6 +47,7 @@ def full(optimizer: Any, params: dict[str, nn.Parameter]) -> dict[str, Tensor]:
     return {name.removeprefix("params."): t for name, t in co.full_precision_state_dict(holder, optimizer).items()}
 
 
+@pytest.mark.full
 @lowerings
 @kinds
 def test_weights_keep_what_16_bits_lose(kind: Any, lowering: str) -> None:
@@ -71,6 +72,7 @@ def test_weights_keep_what_16_bits_lose(kind: Any, lowering: str) -> None:
     assert errors["split8"] < 0.2 * distance, errors
 
 
+@pytest.mark.full
 @kinds
 def test_stochastic_rounding_is_right_on_average(kind: Any) -> None:
     _, exact = made(kind, torch.float32, 60, lr=1e-4, state_dtype=torch.float32)
@@ -105,6 +107,7 @@ def test_momentum_in_fewer_bits(kind: Any, lowering: str, dtype: Any) -> None:
     assert other.state[exact["p0"]]["momentum_buffer"].dtype == torch.float32
 
 
+@pytest.mark.full
 @kinds
 def test_lowerings_agree(kind: Any) -> None:
     """On codes and weights, but for the last bits of products."""
@@ -159,6 +162,7 @@ def test_a_hybrid_compresses_both_of_its_rules() -> None:
     assert {"exp_avg_int8", "exp_avg_sq_int8", "remainder"} <= {*optimizer.state[model[0].weight]}
 
 
+@pytest.mark.full
 @kinds
 def test_captured(kind: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)

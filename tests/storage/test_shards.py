@@ -197,11 +197,13 @@ def directory(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return directory
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", CHECKS)
 def test_on_two_processes(check: str, directory: Path) -> None:
     two_processes.passed(check, directory)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("check", ["saved_on_two_processes_for_one"])
 def test_saved_on_two_processes_and_loaded_on_one(check: str, directory: Path) -> None:
     model = _build(sharded=False)

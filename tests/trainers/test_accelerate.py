@@ -12,7 +12,7 @@ import torch
 from small_training import OPTIONS, PAIR_IDS, PAIRS, assert_trained_alike, batches, loss_of, needs, network, weights
 from torch.optim import lr_scheduler
 
-pytestmark = [needs("accelerate")]
+pytestmark = [pytest.mark.full, needs("accelerate")]
 
 
 @pytest.fixture(autouse=True)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import lightning as L
 
 pytestmark = [
+    pytest.mark.full,
     needs("lightning"),
     pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers:UserWarning"),
     pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated:FutureWarning"),

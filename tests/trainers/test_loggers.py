@@ -19,6 +19,8 @@ from torch_schedulers import advance, step, typed
 
 import compiled_optim as co
 
+pytestmark = pytest.mark.full
+
 SCHEDULERS: dict[str, Callable[[Optimizer], Any]] = {
     "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 7),
     "one cycle": lambda o: lr_scheduler.OneCycleLR(o, [0.1, 0.2], total_steps=9),

@@ -12,7 +12,7 @@ import torch
 from small_training import OPTIONS, assert_trained_alike, batches, needs, network, weights
 from torch.optim.lr_scheduler import CosineAnnealingLR, ReduceLROnPlateau
 
-pytestmark = [needs("skorch")]
+pytestmark = [pytest.mark.full, needs("skorch")]
 
 POLICIES: dict[str, tuple[type, dict[str, Any]]] = {
     "cosine": (CosineAnnealingLR, {"T_max": 9, "step_every": "batch"}),

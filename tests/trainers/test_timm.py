@@ -13,7 +13,7 @@ import pytest
 import torch
 from small_training import OPTIONS, PAIR_IDS, PAIRS, assert_trained_alike, batches, loss_of, needs, network, weights
 
-pytestmark = [needs("timm")]
+pytestmark = [pytest.mark.full, needs("timm")]
 
 
 @pytest.fixture(scope="module")

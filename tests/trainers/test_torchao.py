@@ -14,7 +14,7 @@ from torch.optim import lr_scheduler
 
 import compiled_optim as co
 
-pytestmark = [needs("torchao")]
+pytestmark = [pytest.mark.full, needs("torchao")]
 
 
 def _int8_mixed(model: nn.Module) -> None:

@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler
 
 PLATEAU = {"patience": 0, "factor": 0.5, "threshold": 0.9}
 
-pytestmark = [needs("transformers", "accelerate")]
+pytestmark = [pytest.mark.full, needs("transformers", "accelerate")]
 
 
 def _llama(layers: int = 2) -> Any:

@@ -23,6 +23,7 @@ from torch.optim import lr_scheduler
 import compiled_optim as co
 
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
     pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
 ]
