@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from typing import Any
 
 import pytest
 from new_process import printed_by
 from quick_start import OPTIMIZERS
+
+from compiled_optim.memory import cache
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="C++ is compiled on Linux only")
 
@@ -32,10 +35,13 @@ class TestALaterProcess:
     def test_reports_what_it_loaded(self, name: str, later_process: tuple[dict[str, Any], dict[str, Any]]) -> None:
         found = later_process[1][name]
         assert found["loaded"] == found["compiles"] > 0
-        assert 0 < found["reported"] < found["seconds"]
+        assert found["reported"] > 0
         assert f"{found['loaded']} loaded from the cache" in found["report"]
-        assert found["report"].count("loaded in 0.") == found["loaded"]
+        assert len(re.findall(r"loaded in \d+\.\d\d s", found["report"])) == found["loaded"]
 
-    @pytest.mark.timing
     def test_steps_at_once(self, name: str, later_process: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        assert later_process[1][name]["seconds"] <= 0.5
+        """The one process it may start says which compiler would compile; an import calls tens of thousands of functions."""
+        found = later_process[1][name]
+        assert found["started"] in ([], [[*cache.compiler(), "--version"]])
+        assert found["made"] == 0
+        assert found["calls"] <= 30_000

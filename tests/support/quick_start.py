@@ -1,16 +1,20 @@
-"""A process that constructs optimizers and steps: how long that takes, and whether it imports a compiler."""
+"""A process that constructs optimizers and steps: what makes the first step slow, counted."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
 
 import compiled_optim as co
+from compiled_optim.memory import cache
 
 OPTIMIZERS: dict[str, tuple[type[co.CompiledOptimizer], dict[str, Any], list[tuple[int, ...]]]] = {
     "Adafactor": (co.Adafactor, {"lr": 0.3, "weight_decay": 0.2}, [(5, 3), (4, 2, 3), (7,)]),
@@ -25,6 +29,28 @@ def _gradient(param: Tensor, kind: type[co.CompiledOptimizer]) -> Tensor:
     return grad.to_sparse(1) if kind is co.SparseAdam else grad
 
 
+@contextlib.contextmanager
+def _counting() -> Iterator[dict[str, Any]]:
+    """The commands that run meanwhile, the libraries that are made, and the calls of Python's functions."""
+    found: dict[str, Any] = {"started": [], "made": -cache.uses["made"], "calls": 0}
+    begin = subprocess.Popen.__init__
+
+    def started(process: Any, command: Any, *args: Any, **kwargs: Any) -> None:
+        found["started"].append(command)
+        begin(process, command, *args, **kwargs)
+
+    def count(frame: Any, event: str, argument: Any) -> None:
+        found["calls"] += event == "call"
+
+    with mock.patch.object(subprocess.Popen, "__init__", started):
+        sys.setprofile(count)
+        try:
+            yield found
+        finally:
+            sys.setprofile(None)
+    found["made"] += cache.uses["made"]
+
+
 def main() -> None:
     """Print what was found, by optimizer, as JSON."""
     found = {}
@@ -32,15 +58,14 @@ def main() -> None:
         params = [torch.nn.Parameter(torch.linspace(-3, 3, torch.Size(shape).numel()).view(shape)) for shape in shapes]
         for param in params:
             param.grad = _gradient(param, kind)
-        started = time.perf_counter()
-        optimizer = kind(params, **options)
-        optimizer.step()
-        seconds = time.perf_counter() - started
+        with _counting() as counted:
+            optimizer = kind(params, **options)
+            optimizer.step()
         optimizer.step()
         optimizer.zero_grad()
         report = co.compile_report(optimizer)
         found[name] = {
-            "seconds": seconds,
+            **counted,
             "compiler": sorted({"torch._dynamo", "torch._inductor"} & sys.modules.keys()),
             "result": [param.tolist() for param in params],
             "compiles": report.compiles,
