@@ -60,13 +60,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 def test_another_process_goes_on(kept: Path, tmp_path: Path) -> None:
     """With the same bits, without a compiler, and with an empty cache of Inductor's."""
-    seconds = printed_by("other_process", str(kept), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
+    printed_by("other_process", str(kept), TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
     end, whole = torch.load(f"{kept}.end"), torch.load(f"{kept}.whole")
     assert whole["skipped"] == 1
     for part in ("model", "optimizer", "scheduler", "random"):
         assert _equal(end[part], whole[part]), part
     assert (end["compilers"], end["started"]) == ([], 0)
-    assert float(seconds) < 1  # of the processor, to load it and for the first step
 
 
 def test_it_does_what_an_eager_step_does(kept: Path) -> None:
