@@ -8,9 +8,8 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
 import sys
-import time
+import tracemalloc
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import Any
 
 import pytest
 import torch
-from new_process import environment, printed_by
+from kept_memory import MostAlive
+from new_process import printed_by
 from torch import Tensor, nn
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -581,45 +581,30 @@ class TestFolders:
         assert [path.name for path in tmp_path.iterdir()] == ["whole"]
 
 
-_CONVERSIONS = """
-import json, sys, torch
-from pathlib import Path
-from compiled_optim.convert import convert
-def private():
-    return int(Path("/proc/self/status").read_text().partition("RssAnon:")[2].split()[0])
-folder = Path(sys.argv[1])
-convert(folder / "small.pt", folder / "small.safetensors", "safetensors")
-convert(folder / "small.pt", folder / "small", "dcp")
-convert(folder / "small", folder / "small2.pt", "named")
-print(private(), flush=True)
-sys.stdin.readline()
-for source, target, form in json.loads(sys.argv[2]):
-    convert(folder / source, folder / target, form)
-"""
-
-
 @pytest.mark.full
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="needs Linux's accounts of memory")
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_few_tensors_are_in_memory_at_a_time(tmp_path: Path) -> None:
     """With 24 tensors of 4 MB, a conversion's own memory is less than 8 of them, whatever the two forms."""
     size, count = 1 << 20, 12
-    _write_eight_bits(tmp_path / "small.pt", 1, 300)
-    _write_eight_bits(tmp_path / "in.pt", count, size)
     steps = [("in.pt", "a.pt", "optimi"), ("a.pt", "b.safetensors", "safetensors"), ("b.safetensors", "c", "dcp")]
     steps += [("c", "d.pt", "torch")]
-    arguments = [sys.executable, "-c", _CONVERSIONS, str(tmp_path), json.dumps(steps)]
-    variables = environment(MALLOC_MMAP_THRESHOLD_="1000000")  # so that glibc gives back what is freed
-    with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables) as process:
-        before = int(process.stdout.readline())
-        process.stdin.write("\n")
-        process.stdin.flush()
-        most = 0
-        while process.poll() is None:
-            _, _, private = Path(f"/proc/{process.pid}/status").read_text().partition("RssAnon:")
-            most = max(most, int((private or "0").split()[0]))
-            time.sleep(0.002)
-    assert process.returncode == 0
-    assert (most - before) << 10 < 8 * 4 * size
+    (small := tmp_path / "small").mkdir()
+    _write_eight_bits(small / "in.pt", 1, 300)
+    _write_eight_bits(tmp_path / "in.pt", count, size)
+
+    def most_alive(folder: Path) -> int:
+        with MostAlive() as alive:
+            for source, target, form in steps:
+                convert(folder / source, folder / target, form)
+        return alive.bytes
+
+    most_alive(small)  # which imports modules
+    tracemalloc.start()
+    try:
+        most = most_alive(tmp_path) + tracemalloc.get_traced_memory()[1]  # of Python's objects and NumPy's arrays
+    finally:
+        tracemalloc.stop()
+    assert most < 8 * 4 * size
     assert (tmp_path / "d.pt").stat().st_size > 2 * count * 4 * size
 
 
