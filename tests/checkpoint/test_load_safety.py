@@ -644,25 +644,40 @@ class TestBesideAStep:
         saved = copy.deepcopy(optimizer.state_dict())
         engine = engine_of(optimizer)
         original = getattr(engine, inside)
-        entered, leave, stepped = threading.Event(), threading.Event(), threading.Event()
+        entered, leave, known, stepped = (threading.Event() for _ in range(4))
+
+        class Lock:
+            """The engine's, which says that somebody waits for it."""
+
+            def __enter__(self) -> None:
+                if not lock.acquire(blocking=False):
+                    known.set()
+                    lock.acquire()
+
+            def __exit__(self, *_: Any) -> None:
+                lock.release()
 
         def held(*args: Any, **kwargs: Any) -> Any:
             entered.set()
-            assert leave.wait(60)
+            assert leave.wait(600)
             return original(*args, **kwargs)
 
         def step() -> None:
             train(optimizer)
             stepped.set()
+            known.set()
 
         monkeypatch.setattr(engine, inside, held)
         threads = [threading.Thread(target=act, args=(optimizer, saved)), threading.Thread(target=step)]
         threads[0].start()
-        assert entered.wait(60)
+        assert entered.wait(600)
         monkeypatch.undo()
+        lock = engine.lock
+        monkeypatch.setattr(engine, "lock", Lock())
         threads[1].start()
         try:
-            assert not stepped.wait(0.3)
+            assert known.wait(600)
+            assert not stepped.is_set()
         finally:
             leave.set()
             for thread in threads:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -16,10 +16,12 @@ from catalog import LOWERINGS, registry, relative_error, required
 from new_process import printed_by
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_map_only
 
 import compiled_optim as co
+from compiled_optim.lowering.kernels.table import Kernel
 from compiled_optim.memory.addresses import EMPTY
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 
@@ -621,31 +623,32 @@ class TestThreads:
         assert engine_of(made).steps == 201
 
     @pytest.mark.full
-    def test_gradients_that_another_thread_replaces_stay_until_the_kernel_has_read_them(self) -> None:
-        size = 1 << 21
-        params = [nn.Parameter(torch.zeros(size)) for _ in range(4)]
-        optimizer = co.SGD(params, lr=1.0)
-        for param in params:
-            param.grad = torch.full((size,), 1.0)
-        stops = threading.Event()
+    def test_gradients_that_another_thread_replaces_stay_until_the_kernel_has_read_them(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It replaces them between the reading of their addresses and the launch."""
+        params = [nn.Parameter(torch.zeros(8)) for _ in range(4)]
+        optimizer, launch = co.SGD(params, lr=1.0), Kernel._launch
+        read: list[StorageWeakRef] = []
 
-        def replace() -> None:
-            while not stops.is_set():
-                for param in params:
-                    param.grad = torch.full((size,), 1.0)
+        def give(value: float) -> None:
+            for param in params:
+                param.grad = torch.full((8,), value)
 
-        thread = threading.Thread(target=replace)
-        thread.start()
-        try:
-            end, steps = time.monotonic() + 3, 0
-            while time.monotonic() < end:
+        def launch_later(*args: Any) -> None:
+            read[:] = [StorageWeakRef(param.grad.untyped_storage()) for param in params]
+            thread.submit(give, 9.0).result()
+            assert not any(storage.expired() for storage in read)
+            launch(*args)
+
+        monkeypatch.setattr(Kernel, "_launch", launch_later)
+        with ThreadPoolExecutor(1) as thread:
+            for step in range(1, 4):
+                thread.submit(give, 1.0).result()
                 optimizer.step()
-                steps += 1
-        finally:
-            stops.set()
-            thread.join()
-        for param in params:
-            assert torch.equal(param, torch.full((size,), -float(steps)))
+                assert all(torch.equal(param, torch.full((8,), -float(step))) for param in params)
+                assert len(read) == 4
+                assert all(storage.expired() for storage in read)
 
 
 class Guarded:
