@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -105,11 +106,10 @@ def results(lowering: str, dtype: torch.dtype, unaligned: Callable[[int, int], b
     return [*params, *(v for s in optimizer.state.values() for v in s.values())]
 
 
-def huge(elements: int) -> tuple[torch.Tensor, CompiledOptimizer]:
-    """A parameter with a gradient whose memory is reserved, not touched, and an optimizer without state for it."""
-    param = torch.nn.Parameter(torch.empty(elements, dtype=torch.float16))
-    param.grad = torch.empty_like(param)
-    return param, co.SGD([param], lr=0.5)
+def _huge(elements: int) -> torch.Tensor:
+    """Zeros in a file that has no blocks where nothing is written: the system need not have memory for all of them."""
+    with tempfile.NamedTemporaryFile() as file:
+        return torch.from_file(file.name, shared=True, size=elements, dtype=torch.float16)
 
 
 def end_of_huge(blocks: int) -> tuple[list[float], list[float]]:
@@ -120,7 +120,9 @@ def end_of_huge(blocks: int) -> tuple[list[float], list[float]]:
     from compiled_optim.lowering.kernels.table import KernelTensors
 
     beyond, before = 1500, 100
-    param, optimizer = huge(2**31 + beyond)
+    param = torch.nn.Parameter(_huge(2**31 + beyond))
+    param.grad = _huge(2**31 + beyond)
+    optimizer = co.SGD([param], lr=0.5)
     values, slopes = torch.arange(beyond) % 7, torch.arange(beyond) % 5
     with torch.no_grad():
         param[-beyond:], param.grad[-beyond:] = values, slopes
