@@ -364,6 +364,10 @@ no warnings""",
 
 
 class TestDoctor:
+    @pytest.fixture(autouse=True)
+    def _writable_cache(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+
     def test_records(self, told: Any) -> None:
         status, records = told("doctor")
         found = {r["what"]: r for r in records}

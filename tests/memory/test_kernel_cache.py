@@ -39,7 +39,6 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """The directory that is to keep compiled code in this test."""
     addresses.reader()  # takes seconds to compile, so it comes from the cache of all tests
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "placed"))
-    monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setattr(cache, "_refused", set())
     monkeypatch.setattr(choice, "_refused", {})
     for remembered in (cache.compiler, cache._private_directory):
@@ -424,9 +423,14 @@ def test_threads_that_make_the_same_at_once(place: Path) -> None:
 ANSWER = 'extern "C" int answer() { return 42; }'
 
 
+def _own_compiler() -> str:
+    """The command of the compiler that all tests use, asked for without remembering it."""
+    return shlex.join(cache.compiler.__wrapped__())
+
+
 def _compiler(path: Path, script: str) -> str:
     """A compiler that runs ``script``, which may go on with ``compile``; as an environment variable names it."""
-    head = '#!/bin/sh\ncase "$*" in *--version*) echo 1.0; exit;; esac\ncompile() { exec g++ "$@"; }\n'
+    head = f'#!/bin/sh\ncase "$*" in *--version*) echo 1.0; exit;; esac\ncompile() {{ exec {_own_compiler()} "$@"; }}\n'
     path.write_text(head + script)
     path.chmod(0o700)
     return shlex.quote(str(path))
@@ -445,7 +449,7 @@ def test_names_of_every_kind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) ->
 
 class TestCompiler:
     def test_with_arguments(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setenv("CXX", "env ONE='a b' g++ -DANSWER=42")
+        monkeypatch.setenv("CXX", f"env ONE='a b' {_own_compiler()} -DANSWER=42")
         assert cache.library('extern "C" int answer() { return ANSWER; }').answer() == 42
 
     def test_with_spaces_in_its_name(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -457,14 +461,15 @@ class TestCompiler:
     @pytest.mark.parametrize("missing", ["nothing-like-g++", "g++ 'unclosed", "/"])
     def test_that_is_missing_where_another_is_there(self, missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("CXX", missing)
-        with pytest.warns(RuntimeWarning, match=r"CXX is .* which was not found; g\+\+ compiles instead") as caught:
+        with pytest.warns(RuntimeWarning, match=r"CXX is .* which was not found; \S+ compiles instead") as caught:
             assert cache.library(ANSWER).answer() == 42
         assert len(caught) == 1
         assert cache.library(ANSWER).answer() == 42
 
     def test_every_word_of_the_command_counts(self, monkeypatch: pytest.MonkeyPatch, place: Path) -> None:
+        command = _own_compiler()
         for number in (1, 2):
-            monkeypatch.setenv("CXX", f"g++ -DNUMBER={number}")
+            monkeypatch.setenv("CXX", f"{command} -DNUMBER={number}")
             cache.compiler.cache_clear()
             assert cache.library('extern "C" int number() { return NUMBER; }').number() == number
         assert len(list(place.glob("*.so"))) == 2
@@ -669,9 +674,10 @@ def test_another_user_cannot_have_his_code_run(monkeypatch: pytest.MonkeyPatch, 
     trap.chmod(0o777)
     assert _run(program) == "0.5"
     text = '#include <cstdio>\n__attribute__((constructor)) static void f() { puts("stolen"); }'
-    subprocess.run(["g++", "-shared", "-fPIC", "-x", "c++", "-", "-o", tmp_path / "evil"], input=text, text=True, check=True)
+    evil = tmp_path / "evil"
+    subprocess.run([*cache.compiler(), "-shared", "-fPIC", "-x", "c++", "-", "-o", evil], input=text, text=True, check=True)
     for found in shared.rglob("*.so"):
-        shutil.copy(tmp_path / "evil", found)
+        shutil.copy(evil, found)
     for found in set(home.rglob("*.so")) - set(readers):
         _cut(found, 4096)  # a power cut besides: to load such a file kills the process
     assert _run(program) == "0.5"

@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from catalog import copies, give_gradients, parameters
+from new_process import environment
 
 import compiled_optim as co
 from compiled_optim.memory import cache
@@ -170,10 +171,10 @@ def test_a_second_process_takes_the_kernel_from_disk(tmp_path) -> None:
         "p = torch.nn.Parameter(torch.ones(3)); p.grad = torch.ones(3); o = co.AdamW([p]); o.step();"
         "print(co.compile_report(o).seconds)"
     )
-    environment = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    variables = environment(TORCHINDUCTOR_CACHE_DIR=str(tmp_path))
 
     def run() -> dict[str, int]:
-        subprocess.run([sys.executable, "-c", program], check=True, env=environment, capture_output=True)
+        subprocess.run([sys.executable, "-c", program], check=True, env=variables, capture_output=True)
         libraries = {p.name: p.stat().st_mtime_ns for p in tmp_path.rglob("*.so")}
         assert len(libraries) == 2  # the kernel, and what reads addresses
         return libraries
