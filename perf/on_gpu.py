@@ -160,10 +160,8 @@ def tests(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part
     several = ["-p", "xdist.plugin", "-n", workers, "--dist", "worksteal"] if _is_installed("xdist") else []
     # No other plugin, since it may warn; and no processes for compiling beside those of the tests.
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2"}
-    together = [*pytest, *several, "-m", "cuda and not timing", f"--junitxml={directory}/cuda-tests.xml"]
-    alone = [*pytest, "-m", "cuda and timing", f"--junitxml={directory}/cuda-timing-tests.xml"]
-    parts = [Part(480 + GRACE, together, environment), Part(70 + GRACE, alone, environment)]
-    return parts[:1] if device == "cpu" else parts
+    command = [*pytest, *several, "-m", "cuda", f"--junitxml={directory}/cuda-tests.xml"]
+    return [Part(480 + GRACE, command, environment)]
 
 
 def _is_installed(module: str) -> bool:

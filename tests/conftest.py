@@ -72,7 +72,7 @@ def pytest_configure_node(node: Any) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--cuda-on-cpu"):
-        kept = [item for item in items if item.get_closest_marker("cuda") and not item.get_closest_marker("timing")]
+        kept = [item for item in items if item.get_closest_marker("cuda")]
         config.hook.pytest_deselected(items=[item for item in items if item not in kept])
         items[:] = kept
     elif not config.option.full:

@@ -116,6 +116,25 @@ class TestStep:
         assert report.replays == 197
         assert report.recaptures == 0
 
+    def test_a_replay_calls_as_little_with_many_tensors(self) -> None:
+        numbers = []
+        for count in (10, 148):
+            params = [nn.Parameter(torch.ones(3)) for _ in range(count)]
+            runner = co.CUDAGraphRunner(co.AdamW(params))
+            for param in params:
+                param.grad = torch.ones_like(param)
+            for _ in range(5):
+                runner.step()
+            files: list[str] = []
+            gc.collect()  # here, not while calls are counted
+            sys.setprofile(lambda frame, event, _, files=files: files.append(frame.f_code.co_filename * (event == "call")))
+            try:
+                runner.step()
+            finally:
+                sys.setprofile(None)
+            numbers.append(sum(file.startswith(f"{Path(co.__file__).parent}{os.sep}") for file in files))
+        assert numbers[0] == numbers[1] <= 60
+
     @pytest.mark.full
     @pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked()], ids=lambda c: c.__name__)
     def test_fifty_steps_while_every_hyperparameter_moves(self, optimizer: type[co.CompiledOptimizer]) -> None:

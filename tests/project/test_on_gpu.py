@@ -59,7 +59,7 @@ def test_the_parts_of_a_call_fit_into_ten_minutes(call: str, tmp_path: Path) -> 
 def test_the_tests_have_eight_minutes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "cpu_count", lambda: 16)
     monkeypatch.setattr(on_gpu, "_is_installed", lambda module: True)
-    together = on_gpu.tests(tmp_path, "cuda", "a GPU", False)[0]
+    (together,) = on_gpu.tests(tmp_path, "cuda", "a GPU", False)
     assert together.seconds - GRACE == 480
     assert together.command[together.command.index("-n") + 1] == "12"
 
