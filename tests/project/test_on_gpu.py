@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
 import torch
 
-from perf import checks, on_gpu
+from perf import budget, checks, on_gpu
 from perf.__main__ import _parser
-from perf.budget import GRACE, Part, run
+from perf.budget import GRACE, Outcome, Part, run
 from perf.competitors import FUSED, OURS
 from perf.loops import WAYS, Way, measure_loops
 from perf.measure import step_rows
@@ -37,16 +42,30 @@ def test_three(): pass
 """
 
 LATE = """
-import pathlib, signal, subprocess, sys, time
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
-pathlib.Path(sys.argv[1]).write_text(str(child.pid))
-if sys.argv[2] == "stubborn":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+import os, pathlib, signal, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+signal.signal(signal.SIGINT, signal.SIG_IGN if sys.argv[2] == "stubborn" else signal.default_int_handler)
 try:
-    time.sleep(60)
+    pathlib.Path(sys.argv[1] + "~").write_text(str(child.pid))
+    os.rename(sys.argv[1] + "~", sys.argv[1])  # from here on it may be interrupted
+    time.sleep(600)
 except KeyboardInterrupt:
     print("interrupted")
 """
+
+
+@pytest.fixture
+def rehearsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have no GPU, and for every command twenty times its seconds: this machine may be doing much else."""
+    installed = on_gpu._is_installed
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(on_gpu, "_is_installed", lambda module: module != "pytest_timeout" and installed(module))
+
+    def patiently(parts: Sequence[Part], *args: Any) -> Iterator[Outcome]:
+        return run([dataclasses.replace(part, seconds=20 * part.seconds) for part in parts], *args)
+
+    monkeypatch.setattr(on_gpu, "run", patiently)
 
 
 @pytest.mark.parametrize("call", on_gpu.PLANS)
@@ -86,25 +105,67 @@ def test_without_a_gpu_nothing_is_run(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def _wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 600
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+def _has_ended(pid: str) -> bool:
+    try:
+        return Path("/proc", pid, "stat").read_text().split()[2] in "ZX"
+    except OSError:
+        return True
+
+
 @pytest.mark.full
-def test_a_late_command_is_interrupted_then_ended_and_those_behind_it_have_their_time(tmp_path: Path) -> None:
+def test_a_late_command_is_interrupted_then_ended_and_those_behind_it_have_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     children = [tmp_path / "one", tmp_path / "two"]
     parts = [
-        Part(3.0, ["-c", LATE, str(children[0]), "polite"]),
-        Part(1.5, ["-c", LATE, str(children[1]), "stubborn"]),
-        Part(20.0, ["-c", "print('done'); raise SystemExit(3)"]),
-        Part(0.1, ["-c", "import time; time.sleep(1)"]),
+        Part(30.0, ["-c", LATE, str(children[0]), "polite"]),
+        Part(20.0, ["-c", LATE, str(children[1]), "stubborn"]),
+        Part(100.0, ["-c", "print('done'); raise SystemExit(3)"]),
+        Part(5.0, ["-c", "pass"]),
     ]
+    now = 0.0
+    limits, interrupted = [], []
+
+    class Process(subprocess.Popen[bytes]):
+        """Whatever ends by itself took 4 seconds; the time of others passes once they wait."""
+
+        def send_signal(self, sig: int) -> None:
+            assert sig == signal.SIGINT
+            interrupted.append(self.args[-1])
+            super().send_signal(sig)
+
+        def wait(self, timeout: float | None = None) -> int:
+            nonlocal now
+            if timeout is None:
+                return super().wait()
+            limits.append(timeout)
+            if self.args[-1] == "stubborn" or (self.args[-1] == "polite" and not interrupted):
+                _wait_for(Path(self.args[-2]).exists)
+                now += timeout
+                raise subprocess.TimeoutExpired(self.args, timeout)
+            now += 4.0
+            return super().wait(600)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: now))
     log = tmp_path / "log"
     log.write_text("before\n")
-    outcomes = list(run(parts, log, time.monotonic(), grace=1.0))
+    outcomes = list(run(parts, log, now, grace=10.0))
     assert [outcome.failure for outcome in outcomes] == ["out of time", "out of time", "exit status 3", ""]
-    assert outcomes[0].seconds + outcomes[1].seconds < 6
+    assert [outcome.seconds for outcome in outcomes] == [24.0, 26.0, 4.0, 4.0]
+    assert limits == [20.0, 10.0, 16.0, 10.0, 90.0, 91.0]
+    assert interrupted == ["polite", "stubborn"]
     assert [outcome.printed for outcome in outcomes] == ["interrupted\n", "", "done\n", ""]
     assert log.read_text().startswith("before\n$ python -c")
     for child in children:
-        stat = Path("/proc", child.read_text(), "stat")
-        assert not stat.exists() or stat.read_text().split()[2] in "ZX"
+        _wait_for(functools.partial(_has_ended, child.read_text()))
 
 
 def test_an_interrupted_run_of_tests_writes_its_report_and_names_what_it_left_out(tmp_path: Path) -> None:
@@ -137,6 +198,7 @@ REHEARSALS = {
 
 @pytest.mark.full
 @pytest.mark.parametrize("call", REHEARSALS)
+@pytest.mark.usefixtures("rehearsing")
 def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that does not compile for minutes; ``perf/gpu --rehearse`` tries everything."""
     commands = on_gpu.TIMINGS if call == "timings" else on_gpu.COMPILED
@@ -201,6 +263,7 @@ def test_loops_out_of_time_are_named() -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("rehearsing")
 def test_a_rehearsal_of_the_tests_passes_and_writes_its_report(tmp_path: Path) -> None:
     assert on_gpu.main(["tests", str(tmp_path), "--rehearse"]) == 0
     (suite,) = ElementTree.parse(tmp_path / "cuda-tests.xml").iter("testsuite")
