@@ -101,9 +101,9 @@ def test_one_norm_over_plans_groups_and_dtypes(lowering: str) -> None:
     )
 
 
+@pytest.mark.usefixtures("one_thread")  # which puts the number back
 def test_the_norm_does_not_depend_on_the_number_of_threads() -> None:
     norms = []
-    threads = torch.get_num_threads()
     for count in (1, 2):
         torch.set_num_threads(count)
         param = torch.nn.Parameter(torch.zeros(300_001))
@@ -111,7 +111,6 @@ def test_the_norm_does_not_depend_on_the_number_of_threads() -> None:
         optimizer = co.SGD([param], lr=0.1, max_grad_norm=1.0)
         optimizer.step()
         norms.append(optimizer.grad_norm.clone())
-    torch.set_num_threads(threads)
     assert torch.equal(*norms)
 
 

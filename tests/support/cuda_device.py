@@ -51,5 +51,5 @@ def in_new_process(function: Callable[[], object]) -> None:
         f"import {function.__module__}; {function.__module__}.{function.__name__}()",
     ]
     command = [sys.executable, "-c", "\n".join(lines)]
-    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=100, cwd=ROOT)
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600, cwd=ROOT)
     assert done.returncode == 0, done.stderr[-3000:]
