@@ -24,6 +24,12 @@ BELOW = {"command_line", "simulated", "convert"}
 """Folders that commands may import from: their own, and two that have no public name in ``compiled_optim`` itself."""
 
 
+@pytest.fixture(autouse=True)
+def _uncolored(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("FORCE_COLOR", "TTY_COMPATIBLE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 def _process(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "compiled_optim", *arguments]
     variables = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "80", **environment}
