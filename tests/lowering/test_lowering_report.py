@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -631,22 +633,26 @@ def test_torch_is_not_compared_where_it_lacks_the_option() -> None:
         lower("torch", Workload("adamw", 1, options=(("max_grad_norm", 1.0),)), 90)
 
 
-def test_command_answers_mistakes_before_installing() -> None:
-    environments = set(ROOT.glob(".venv-*"))
-    arguments = [sys.executable, ROOT / "tools" / "lowering", "adamw", "--arch", "sm_1"]
+def test_command_answers_mistakes_before_installing(tmp_path: Path) -> None:
+    """In a copy of what it needs for that, beside which nobody else makes environments."""
+    for folder in ("perf", "tools"):
+        shutil.copytree(ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__", "results"))
+    arguments = [sys.executable, tmp_path / "tools" / "lowering", "adamw", "--arch", "sm_1"]
     done = subprocess.run(arguments, capture_output=True, text=True)
     assert done.returncode == 2
     assert "sm_90" in done.stderr
-    assert set(ROOT.glob(".venv-*")) == environments
+    assert {path.name for path in tmp_path.iterdir()} == {"perf", "tools"}
 
 
 def test_nothing_of_the_fake_device_is_left_behind() -> None:
+    before = torch.utils._triton.has_triton()
     with fake_cuda(90):
+        assert torch.utils._triton.has_triton()
         assert torch.empty(2, device="cuda").data_ptr() % 16 == 0
     assert torch.Tensor.data_ptr is torch._C.TensorBase.data_ptr
-    assert not torch.utils._triton.has_triton()
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.empty(2, device="cuda")
+    assert torch.utils._triton.has_triton() == before
+    with contextlib.nullcontext() if torch.cuda.is_available() else pytest.raises((AssertionError, RuntimeError)):
+        assert type(torch.empty(2, device="cuda")) is torch.Tensor
 
 
 @pytest.mark.full
@@ -663,7 +669,8 @@ def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.Compil
         path.write_text(text)
         command = [
             *cache.compiler(),
-            *cache._FLAGS,
+            *(flag for flag in cache._FLAGS if flag != "-march=native"),
+            "-march=x86-64-v3",
             "-c",
             "-fopt-info-vec-optimized",
             str(path),
