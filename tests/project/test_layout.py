@@ -223,26 +223,6 @@ def _without_docstrings(tree: ast.Module) -> ast.Module:
     return tree
 
 
-def test_a_type_checker_sees_the_constructor(tmp_path: Path) -> None:
-    from mypy import api
-
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import torch\nimport compiled_optim as co\n"
-        "p = [torch.nn.Parameter(torch.zeros(1))]\n"
-        "co.AdamW(p, 1e-3, betas=(0.9, 0.99), lowering='eager')\n"
-        "co.AdamW(p, beta=(0.9, 0.99))\n"
-        "co.SGD(p, lr=0.1, momentum='much')\n"
-    )
-    # The cache of tools/test, which has checked the package before: torch's own files are read once.
-    options = ["--no-error-summary", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={ROOT}/.mypy_cache"]
-    output, _, _ = api.run([str(program), *options])
-    errors = [line for line in output.splitlines() if "error" in line]
-    assert len(errors) == 2, output
-    assert 'Unexpected keyword argument "beta"' in errors[0]
-    assert '"momentum"' in errors[1]
-
-
 def test_every_file_of_the_package_is_installed() -> None:
     """setuptools takes Python files by itself, and others only where ``pyproject.toml`` lists them. READMEs stay here."""
     text = (PACKAGE.parent / "pyproject.toml").read_text()

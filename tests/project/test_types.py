@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import fcntl
 import json
 import re
 import subprocess
@@ -21,13 +22,37 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "every_public_name.py"
 
 
-def _by_mypy(tmp_path: Path) -> list[tuple[int, str]]:
+def _mypy(path: Path, *options: str) -> str:
+    """What mypy says, with a cache for this file's tests alone, in which torch's own files are read once."""
     from mypy import api
 
-    # The cache of tools/test, which has checked the package before: torch's own files are read once.
-    options = ["--strict", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={ROOT}/.mypy_cache"]
-    output, _, _ = api.run([str(SCRIPT), *options, "--no-error-summary"])
-    return [(int(line), said) for line, said in re.findall(rf"{SCRIPT.name}:(\d+): error: (.*)", output)]
+    cache = ROOT / ".pytest_cache" / "mypy"
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # another process could not open the cache meanwhile
+        options += "--no-error-summary", f"--config-file={ROOT}/pyproject.toml", f"--cache-dir={cache}"
+        return api.run([str(path), *options])[0]
+
+
+def test_a_type_checker_sees_the_constructor(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\nimport compiled_optim as co\n"
+        "p = [torch.nn.Parameter(torch.zeros(1))]\n"
+        "co.AdamW(p, 1e-3, betas=(0.9, 0.99), lowering='eager')\n"
+        "co.AdamW(p, beta=(0.9, 0.99))\n"
+        "co.SGD(p, lr=0.1, momentum='much')\n"
+    )
+    output = _mypy(program)
+    errors = [line for line in output.splitlines() if "error" in line]
+    assert len(errors) == 2, output
+    assert 'Unexpected keyword argument "beta"' in errors[0]
+    assert '"momentum"' in errors[1]
+
+
+def _by_mypy(tmp_path: Path) -> list[tuple[int, str]]:
+    errors = re.findall(rf"{SCRIPT.name}:(\d+): error: (.*)", _mypy(SCRIPT, "--strict"))
+    return [(int(line), said) for line, said in errors]
 
 
 def _by_pyright(tmp_path: Path) -> list[tuple[int, str]]:
