@@ -131,9 +131,10 @@ def _equal_to_eager(kind: type[co.CompiledOptimizer], params: list[torch.nn.Para
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("one_thread")  # puts the number back
 @pytest.mark.parametrize("kind", [Sums, Products], ids=lambda kind: kind.__name__)
 def test_the_number_of_threads_changes_no_bit(kind: type[co.CompiledOptimizer]) -> None:
-    results, before = [], torch.get_num_threads()
+    results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
         torch.manual_seed(0)
@@ -143,7 +144,6 @@ def test_the_number_of_threads_changes_no_bit(kind: type[co.CompiledOptimizer]) 
             give_gradients(params, params, step)
             optimizer.step()
         results.append(params)
-    torch.set_num_threads(before)
     if kind is Products:  # torch's products may depend on the threads
         assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(results[0], results[1], strict=True))
         return
@@ -151,6 +151,7 @@ def test_the_number_of_threads_changes_no_bit(kind: type[co.CompiledOptimizer]) 
         assert all(map(torch.equal, other, results[0]))
 
 
+@pytest.mark.usefixtures("one_thread")  # for each product, whose bits may depend on how many there are
 def test_threads_step_at_the_same_time() -> None:
     """Each has memory of its own for what lives during an update."""
 
