@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 from collections import Counter
@@ -11,7 +12,7 @@ import torch
 
 pytest.importorskip("matplotlib")
 
-from perf import competitors, convergence, gates, host_time, low_memory, measure, report, results
+from perf import competitors, convergence, gates, host_time, low_memory, measure, report, results, schedulers
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, PEERS, TORCH_PRODUCTS, Competitor, competitor, entered, optimizers
 from perf.compiled_steps import INLINED, NAMES
@@ -21,6 +22,13 @@ from perf.workloads import TINY, WORKLOADS, elements, shapes
 
 TRACED = [INLINED, "torch foreach capturable compiled"]
 CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """Let each call that is timed take a second more than the one before it."""
+    seconds = itertools.count(1.0)
+    monkeypatch.setattr(measure, "_timed", lambda call, device, clock=None: [call(), next(seconds)][1])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +109,7 @@ def test_every_peer_takes_finite_steps_or_says_why_not(name: str, optimizer: str
         assert bool(shared) != PEERS[name].spoils_gradients
 
 
-def test_a_package_that_is_not_installed_has_a_row_that_says_so(tmp_path, monkeypatch, capsys):
+def test_a_package_that_is_not_installed_has_a_row_that_says_so(clock, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "optimi", None)
     names = ["optimi", "torch foreach capturable", FUSED]
     assert main(["step", "--rehearse", "--competitors", *names, "--results", str(tmp_path)]) == 0
@@ -173,7 +181,7 @@ def test_a_ratio_of_times_is_told_in_words(ratio: float, unit: str, words: str, 
     assert f" {words}" in capsys.readouterr().out
 
 
-def test_step_appends_well_formed_rows(tmp_path, capsys):
+def test_step_appends_well_formed_rows(clock, tmp_path, capsys):
     command = ["step", "--workload", "tiny-10", "--rounds", "4", "--competitors", FUSED, "--results", str(tmp_path)]
     assert main(command) == 0
     assert main(command) == 0
@@ -189,7 +197,9 @@ def test_step_appends_well_formed_rows(tmp_path, capsys):
     assert (table["torch"] == torch.__version__).all()
 
 
-def test_schedulers_are_timed_beside_torchs(tmp_path):
+def test_schedulers_are_timed_beside_torchs(tmp_path, monkeypatch):
+    looks = itertools.count()
+    monkeypatch.setattr(schedulers.time, "process_time", lambda: next(looks) ** 2)
     assert main(["schedulers", "--rounds", "2", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "schedulers.csv")
     assert list(table["competitor"]) == [OURS, FUSED] * 8  # schedulers, over few groups and many
@@ -208,7 +218,7 @@ def test_schedulers_are_timed_beside_torchs(tmp_path):
         (["compiled-step", "--workload", TINY], "compiled_step", NAMES),
     ],
 )
-def test_steps_that_users_compile_are_timed_beside_torchs(command, file, names, tmp_path, monkeypatch):
+def test_steps_that_users_compile_are_timed_beside_torchs(command, file, names, clock, tmp_path, monkeypatch):
     compiled, compile_function = [], torch.compile
 
     def trace(function, *, fullgraph, mode):
@@ -305,7 +315,7 @@ def test_bandwidth_counts_each_number_once_and_clipped_gradients_twice(monkeypat
     assert [r.competitor for r in rows] == [OURS, OURS, "copy", OURS]
 
 
-def test_bandwidth_appends_rows_for_every_dtype(tmp_path):
+def test_bandwidth_appends_rows_for_every_dtype(clock, tmp_path):
     dtypes = ["--dtype", "float32", "bfloat16"]
     assert main(["bandwidth", "--workload", "small-10", "--rounds", "3", *dtypes, "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "bandwidth.csv")
