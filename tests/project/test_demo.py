@@ -25,7 +25,8 @@ EPOCH = 22  # batches
 
 def _run(*command: str, **variables: str) -> tuple[int, list[str], str]:
     """The exit status of a command, the lines that it prints, and its errors and warnings."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **variables}  # threads that wait for each other crawl
+    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
+    environment |= {"COLUMNS": "80", "OMP_NUM_THREADS": "1", **variables}  # threads that wait for each other crawl
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     return done.returncode, done.stdout.splitlines(), done.stderr
 

@@ -46,9 +46,10 @@ def _alike(printed: str, wanted: str) -> bool:
 def _prints_what_it_ends_with(path: Path, directory: Path) -> None:
     wanted = PRINTED.search(path.read_text())
     assert wanted is not None, "a recipe ends with what it prints"
-    variables = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # threads that wait for each other crawl
+    environment = {name: value for name, value in os.environ.items() if name not in ("FORCE_COLOR", "TTY_COMPATIBLE")}
+    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # threads that wait for each other crawl
     command = [sys.executable, *(option for said in WARNINGS for option in ("-W", said)), str(path)]
-    done = subprocess.run(command, cwd=directory, env={**os.environ, **variables}, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=directory, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     assert _alike(done.stdout, re.sub("^# ", "", wanted["lines"], flags=re.MULTILINE)), done.stdout
     if needed_extra(path) != "trainers":  # transformers tells of packages that it does not find
