@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -92,7 +92,7 @@ def _file(value: Any) -> Any:
     return torch.load(buffer, weights_only=True)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])  # times are the machine's
+@settings(max_examples=150)
 @given(pair=pairs(), named=st.booleans())
 def test_save_load_save_is_the_identity_on_the_intersection(
     pair: tuple[co.CompiledOptimizer, co.CompiledOptimizer], named: bool

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -20,7 +20,6 @@ from compiled_optim.optimizer import engine_of
 from compiled_optim.simulated.fake_cuda import fake_cuda
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # times are the machine's
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 9))
 def test_every_element_is_in_one_block(numels: list[int], size: int) -> None:
     names = [7 * t + 3 for t in range(len(numels))]

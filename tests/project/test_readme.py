@@ -32,7 +32,7 @@ def _name(readme: Path) -> str:
 
 def _blocks() -> list[Any]:
     return [
-        pytest.param(block, id=f"{_name(readme)}-{number}")
+        pytest.param(block, id=f"{_name(readme)}-{number}", marks=[pytest.mark.full] * ("co.save_step" in block))
         for readme in READMES
         for number, block in enumerate(CODE.findall(readme.read_text()), 1)
     ]
@@ -149,7 +149,6 @@ COMMANDS = {
     "tools/run --help": ["tools/run", "--help"],
     "tools/test": ["tools/test", "--help"],  # CI runs it, and test_versions.py says with which commands
     "tools/test --full": ["tools/test", "--help"],
-    "tools/test --full tests": ["tools/test", "--help"],
     "tools/test --torch 2.11.0": ["tools/test", "--help"],
     "tools/versions": [sys.executable, "tools/versions", "--help"],
     "tools/lowering": [sys.executable, "-m", "perf.lowering", "--lowering", "multi_tensor"],

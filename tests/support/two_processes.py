@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-LIMIT = 600
+LIMIT = 250
 """Seconds after which a process that is still in the same check says where it is and ends."""
 
 
