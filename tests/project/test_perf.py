@@ -483,6 +483,7 @@ def test_hybrid_tunes_both_sides_and_draws(tmp_path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("task", convergence.TASKS)
 def test_low_precision_trains_as_well(task: str) -> None:
     """Two seeds and few steps, of which at most 0.0018 nats were observed; perf/results/convergence.csv has whole runs."""
