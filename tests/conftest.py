@@ -73,16 +73,19 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--cuda-on-cpu"):
         kept = [item for item in items if item.get_closest_marker("cuda")]
-        config.hook.pytest_deselected(items=[item for item in items if item not in kept])
-        items[:] = kept
-    elif not config.option.full:
-        kept = selection.quick(items, config.option.named)
-        config.hook.pytest_deselected(items=[item for item in items if item not in {*kept}])
-        items[:] = kept
-    items.sort(key=lambda item: zlib.crc32(item.nodeid.partition("::")[0].encode()))  # neither long nor short files first,
-    if not config.getoption("timeout", None):  # so that the time left can be told from what is done
+    else:
+        kept = items if config.option.full else selection.quick(items, config.option.named)
+    others = {*items} - {*kept}
+    config.hook.pytest_deselected(items=[item for item in items if item in others])
+    items[:] = sorted(kept, key=_order)
+    if not config.getoption("timeout", None):
         for item in items:
             item.add_marker(pytest.mark.timeout(SECONDS[config.option.full], method="thread"))
+
+
+def _order(item: pytest.Item) -> int:
+    """Return a number by which files are in no order of how long they take, so that the time left can be told."""
+    return zlib.crc32(item.nodeid.partition("::")[0].encode())
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
