@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import gc
 import os
 import sys
@@ -13,30 +14,37 @@ import pytest
 import selection
 import torch
 
-_CHOICES = ("full", "named")
+_CHOICES = ("full", "named", "seconds")
 
-SECONDS = {False: 300, True: 1800}
-"""Limits of a test, with the fixtures that it is the first to need: without and with ``--full``.
+SECONDS = {False: 300.0, True: 1800.0}
+"""Seconds that a test may take, with the fixtures that it is the first to need: in a run of a few cases, and of all.
 
-On an idle machine the longest takes a tenth of it: only what hangs is ended, and with it its process, as it may hang in C.
+An idle machine needs a tenth of them.
 """
+
+_STDERR = pytest.StashKey[int]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every case of every function")
-    parser.addoption("--quick", action="store_true", help="run a few cases of each function, of files that are named too")
+    parser.addoption("--quick", action="store_true", help="run a few cases of each function of the files that are named")
+    parser.addoption("--seconds", type=float, help="what a test may take: 300, or 1800 where all cases run")
     parser.addoption("--time-left", action="store_true", help="a line of progress in place of dots")
     parser.addoption("--cuda-on-cpu", action="store_true", help="run the tests marked cuda, and only them, without a GPU")
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.stash[_STDERR] = os.dup(2)  # before pytest captures what tests write there
     if hasattr(config, "workerinput"):
         for name, value in config.workerinput["selection"].items():
             setattr(config.option, name, value)
     else:
-        are_named = config.args_source is not pytest.Config.ArgsSource.TESTPATHS or bool(config.option.keyword)
-        config.option.full |= are_named and not config.option.quick
-        config.option.named = [argument for argument in config.args if "::" in argument]
+        if config.option.full and config.option.quick:
+            raise pytest.UsageError("--full runs all cases, --quick a few: give one of them")
+        is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        config.option.named = not is_whole or bool(config.option.keyword or config.option.markexpr)
+        config.option.full |= config.option.named and not config.option.quick
+        config.option.seconds = config.option.seconds or SECONDS[config.option.full]
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(config.rootpath / ".pytest_cache" / "kernels"))
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # who compiles starts no processes that import torch
     import left_out
@@ -74,22 +82,30 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.getoption("--cuda-on-cpu"):
         kept = [item for item in items if item.get_closest_marker("cuda")]
     else:
-        kept = items if config.option.full else selection.quick(items, config.option.named)
-    others = {*items} - {*kept}
-    config.hook.pytest_deselected(items=[item for item in items if item in others])
-    items[:] = sorted(kept, key=_order)
-    if not config.getoption("timeout", None):
-        for item in items:
-            item.add_marker(pytest.mark.timeout(SECONDS[config.option.full], method="thread"))
+        kept = items if config.option.full else selection.quick(items, with_long=config.option.named)
+    taken = {*kept}
+    config.hook.pytest_deselected(items=[item for item in items if item not in taken])
+    items[:] = kept if config.option.named else sorted(kept, key=_order)
 
 
 def _order(item: pytest.Item) -> int:
-    """Return a number by which files are in no order of how long they take, so that the time left can be told."""
+    """Return a number that puts files in a fixed order, in which those that take long are spread over the run."""
     return zlib.crc32(item.nodeid.partition("::")[0].encode())
 
 
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """End the process, and say where its threads are, if a test takes too long: it may hang in C."""
+    config = item.config
+    faulthandler.dump_traceback_later(config.option.seconds, exit=True, file=config.stash[_STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+
+
 def pytest_report_header(config: pytest.Config) -> str | None:
-    return None if config.option.full else "a few cases of each test function; --full takes all"
+    return None if config.option.full else "a few cases of each test function that is quick; --full takes all of every one"
 
 
 def pytest_collection_finish() -> None:

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 ALONE = {"full": ["timm"]}
 
 # With another torch than the constraints': what the tests of compiled code need. Triton 3.6's interpreter needs this numpy.
-FEW = ("expecttest", "hypothesis", "pandas", "pytest", "pytest-timeout", "pytest-xdist", "numpy<2.4")
+FEW = ("expecttest", "hypothesis", "pandas", "pytest", "pytest-xdist", "numpy<2.4")
 
 
 class Release(NamedTuple):

@@ -24,7 +24,7 @@ COMPILED = [
     "tests/checkpoint/test_checkpoint.py",
     "tests/project/test_readme.py::test_code_runs",
 ]
-"""What runs whole with the oldest torch: tests of compiled code, whose surroundings in torch change with its versions."""
+"""Tests of compiled code, whose surroundings in torch change with its versions: ``tools/test --torch`` runs them whole."""
 
 SENSITIVE = [
     *COMPILED,

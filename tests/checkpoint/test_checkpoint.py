@@ -735,7 +735,6 @@ def test_stored_checkpoints_of_every_format_version(version: int, case: str) -> 
         assert torch.allclose(param, stored["after"][name], rtol=1e-12, atol=0)
 
 
-@pytest.mark.full
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_loading_takes_less_memory_than_the_largest_tensor(dtype: str) -> None:

@@ -659,7 +659,7 @@ class TestBesideAStep:
 
         def held(*args: Any, **kwargs: Any) -> Any:
             entered.set()
-            assert leave.wait(600)
+            assert leave.wait(200)
             return original(*args, **kwargs)
 
         def step() -> None:
@@ -670,13 +670,13 @@ class TestBesideAStep:
         monkeypatch.setattr(engine, inside, held)
         threads = [threading.Thread(target=act, args=(optimizer, saved)), threading.Thread(target=step)]
         threads[0].start()
-        assert entered.wait(600)
+        assert entered.wait(200)
         monkeypatch.undo()
         lock = engine.lock
         monkeypatch.setattr(engine, "lock", Lock())
         threads[1].start()
         try:
-            assert known.wait(600)
+            assert known.wait(200)
             assert not stepped.is_set()
         finally:
             leave.set()

@@ -34,7 +34,7 @@ def test_every_element_is_in_one_block(numels: list[int], size: int) -> None:
 
 
 def _instructions(shapes: list[tuple[int, ...]]) -> int:
-    """How many instructions of Python the package takes to make the tables of tensors with these shapes."""
+    """Count the instructions of Python that the package takes to make the tables of tensors with these shapes."""
     instructions = 0
 
     def trace(frame: FrameType, event: str, argument: Any) -> Any:
@@ -47,6 +47,7 @@ def _instructions(shapes: list[tuple[int, ...]]) -> int:
     (lowering,) = engine_of(co.SGD(params)).step.lowerings
     before = sys.gettrace()
     gc.disable()  # what other tests left may end in functions of the package
+    sys._getframe().f_trace_opcodes = True  # without which Python 3.12.1 traces none
     sys.settrace(trace)
     try:
         lowering.compile()
@@ -59,9 +60,10 @@ def _instructions(shapes: list[tuple[int, ...]]) -> int:
 
 
 def test_tables_of_billions_of_elements_are_made_at_once() -> None:
-    """Of a transformer with seven billion by as many instructions as of a small one: a step makes them if tensors moved."""
+    """Make those of a transformer with as many instructions as those of a small one: a step makes them if tensors moved."""
     pytest.importorskip("triton")
     shapes = [(4096, 4096)] * 128 + [(11008, 4096)] * 96 + [(4096,)] * 65 + [(32000, 4096)] * 2
     with fake_cuda(90):
         _instructions([(3,)])  # compiles
-        assert _instructions(shapes) == _instructions([(shape[0] // 64, *shape[1:]) for shape in shapes])
+        few, many = _instructions([(shape[0] // 64, *shape[1:]) for shape in shapes]), _instructions(shapes)
+        assert few == many > 0

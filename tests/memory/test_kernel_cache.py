@@ -403,7 +403,7 @@ def test_a_file_is_on_disk_before_it_has_its_name(place: Path, monkeypatch: pyte
 
 
 def test_threads_that_make_the_same_at_once(place: Path) -> None:
-    everybody = threading.Barrier(4, timeout=600)
+    everybody = threading.Barrier(4, timeout=200)
     loaded: list[bytes] = []
 
     def make() -> bytes:

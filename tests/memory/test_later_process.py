@@ -40,7 +40,7 @@ class TestALaterProcess:
         assert len(re.findall(r"loaded in \d+\.\d\d s", found["report"])) == found["loaded"]
 
     def test_steps_at_once(self, name: str, later_process: tuple[dict[str, Any], dict[str, Any]]) -> None:
-        """The one process it may start says which compiler would compile; an import calls tens of thousands of functions."""
+        """Start the compiler's ``--version`` at most, make nothing, and call fewer functions than an import would."""
         found = later_process[1][name]
         assert found["started"] in ([], [[*cache.compiler(), "--version"]])
         assert found["made"] == 0

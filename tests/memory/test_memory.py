@@ -622,7 +622,6 @@ class TestThreads:
         assert {float(s["step"]) for s in made.state.values() if "step" in s} <= {201.0}
         assert engine_of(made).steps == 201
 
-    @pytest.mark.full
     def test_gradients_that_another_thread_replaces_stay_until_the_kernel_has_read_them(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -53,7 +53,7 @@ IN_FLOAT32 = [case for optimizer in ruled() for case in (_second(optimizer), *co
 
 
 def _marks(dtype: torch.dtype, case: Case, lowering: str) -> list[pytest.MarkDecorator]:
-    """Each case in plain torch operations is quick, each optimizer in C++, and one in Inductor."""
+    """Return none for each case in plain torch operations, one of each optimizer in C++, and AdamW's in Inductor."""
     is_first = case == _second(case.optimizer) and dtype == torch.float32
     quick = {"eager": dtype == torch.float64, "multi_tensor": is_first, "inductor": is_first and case.optimizer is co.AdamW}
     return [] if quick[lowering] else [pytest.mark.full]

@@ -119,7 +119,6 @@ def _has_ended(pid: str) -> bool:
         return True
 
 
-@pytest.mark.full
 def test_a_late_command_is_interrupted_then_ended_and_those_behind_it_have_their_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,7 +133,7 @@ def test_a_late_command_is_interrupted_then_ended_and_those_behind_it_have_their
     limits, interrupted = [], []
 
     class Process(subprocess.Popen[bytes]):
-        """Whatever ends by itself took 4 seconds; the time of others passes once they wait."""
+        """A process whose seconds are counted: 4 if it ends by itself, otherwise all that are waited for it."""
 
         def send_signal(self, sig: int) -> None:
             assert sig == signal.SIGINT

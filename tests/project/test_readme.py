@@ -125,8 +125,9 @@ TOOLS = sorted(path.name for path in (ROOT / "tools").iterdir() if path.is_file(
 
 @pytest.fixture(scope="module")
 def new_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where no environment was made, and where commands may write."""
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    """Copy the checkout to where no environment was made, and commands may write."""
+    command = ["git", "ls-files", "-co", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
     checkout = tmp_path_factory.mktemp("new") / "checkout"
     for name in filter(lambda name: (ROOT / name).is_file(), names):
         (checkout / name).parent.mkdir(parents=True, exist_ok=True)
@@ -138,10 +139,18 @@ def new_checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_tool_explains_itself(tool: str, new_checkout: Path) -> None:
     """Before it installs or runs anything."""
     command = [sys.executable, f"tools/{tool}", "--help"]
-    done = subprocess.run(command, cwd=new_checkout, capture_output=True, text=True, timeout=600)
+    done = subprocess.run(command, cwd=new_checkout, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert f"tools/{tool}" in done.stdout
     assert "installing" not in done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_the_sanitizers_start() -> None:
+    """Start pytest under them, in the environment that tests have."""
+    done = subprocess.run([sys.executable, "tools/sanitize", "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "pytest" in done.stdout + done.stderr
 
 
 # How a test runs each command of the READMEs, without installing anything.
@@ -167,7 +176,7 @@ COMMANDS = {
     "tools/docs": [sys.executable, "tools/docs", "--help"],
     "tools/package": [sys.executable, "tools/package", "--help"],
     "tools/package --into FOLDER": [sys.executable, "tools/package", "--help"],  # as test_distribution.py runs it
-    "tools/sanitize": [sys.executable, "tools/sanitize", "--help"],
+    "tools/sanitize": [sys.executable, "tools/sanitize", "--help"],  # test_the_sanitizers_start starts it
     "python -m compiled_optim": [sys.executable, "-m", "compiled_optim", "--help"],
     "python tools/readme.py": [sys.executable, "tools/readme.py"],
 }

@@ -23,7 +23,7 @@ SCRIPT = ROOT / "tests" / "support" / "every_public_name.py"
 
 
 def _mypy(path: Path, *options: str) -> str:
-    """What mypy says, with a cache for this file's tests alone, in which torch's own files are read once."""
+    """Return what mypy says, with a cache for this file's tests alone, in which torch's own files are read once."""
     from mypy import api
 
     cache = ROOT / ".pytest_cache" / "mypy"

@@ -602,7 +602,7 @@ class TestThreads:
             for thread in threads:
                 thread.start()
             for thread in threads:
-                thread.join(600)
+                thread.join()
             for layer in models[1]:
                 part(layer, x)
             for optimizer in optimizers:

@@ -14,7 +14,6 @@ from unittest import mock
 
 import torch
 from interpreted_storage import convert_bfloat16, leave_undefined
-from interpreted_symmetric import multiply_bfloat16
 from matrix_averages import MatrixAverages
 from quick_interpreter import install
 from torch import Tensor, nn
@@ -106,7 +105,6 @@ def main() -> None:
     install()
     convert_bfloat16()
     leave_undefined()
-    multiply_bfloat16()
     multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     choice.LOOPED["cpu"] = looped.serves_where_they_are, looped.KernelStackLowering
     found = {}

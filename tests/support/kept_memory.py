@@ -58,7 +58,7 @@ class MostAlive(Made):
 
 
 def _is_mapped(storage: torch.UntypedStorage) -> bool:
-    """Whether its memory is a file's: the system's table of mappings has no inode for other memory."""
+    """Return whether its memory is a file's: the system's table of mappings has no inode for other memory."""
     mappings = re.findall(r"^(\w+)-(\w+) \S+ \S+ \S+ (\d+)", Path("/proc/self/maps").read_text(), re.MULTILINE)
     at = storage.data_ptr()
     return any(int(start, 16) <= at < int(end, 16) and inode != "0" for start, end, inode in mappings)

@@ -52,7 +52,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 
 
 def go_on(train: Callable[..., Tensor], optimizer: Any, scheduler: Any, steps: range) -> None:
-    """On one thread: with more, products of matrices may be rounded otherwise."""
+    """Train on one thread: with more, products of matrices may be rounded otherwise."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

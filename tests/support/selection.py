@@ -3,18 +3,19 @@
 Of a parametrized function they are up to :data:`MOST`, chosen so that they have every value of each parameter as far as so
 few can. Three things are said where a test is:
 
-* ``@pytest.mark.full``, at a function or a parameter's value: it takes long, and runs with ``--full`` alone;
+* ``@pytest.mark.full``, at a function or a parameter's value: it takes long, and runs with ``--full`` or where it is named;
 * ``@pytest.mark.quick``, at a function: all of its other cases run;
 * a parameter that is ``"inductor"``: it takes seconds to compile, and counts as marked ``full`` unless its function is
   marked ``quick``.
 
-With ``--full`` everything runs, and so does a file or a test that is named, unless ``--quick`` says otherwise.
+With ``--full`` everything runs, and so does a file or a test that is named. With ``--quick`` a few cases of it run, also of
+functions that take long.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import pytest
 
@@ -22,23 +23,24 @@ MOST = 3
 """Cases of one function."""
 
 
-def quick(items: Iterable[pytest.Item], named: Sequence[str] = ()) -> list[pytest.Item]:
+def quick(items: Sequence[pytest.Item], *, with_long: bool = False) -> list[pytest.Item]:
     """Return those of ``items`` that a run without ``--full`` takes, in their order.
 
     Args:
         items: all tests.
-        named: how the names of tests begin that it takes whatever else is said.
+        with_long: whether to take a few cases of what is marked ``full``, too.
     """
     functions: dict[str, list[pytest.Item]] = {}
-    chosen: set[int] = set()
     for item in items:
-        if named and item.nodeid.startswith(tuple(named)):
-            chosen.add(id(item))
-        elif not item.get_closest_marker("full") and (item.get_closest_marker("quick") or not _is_compiled(item)):
+        is_quick = bool(item.get_closest_marker("quick"))
+        if (with_long or not item.get_closest_marker("full")) and (is_quick or not _is_compiled(item)):
             functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    for name, cases in functions.items():
-        chosen |= {id(item) for item in (cases if cases[0].get_closest_marker("quick") else _covering(name, cases))}
-    return [item for item in items if id(item) in chosen]
+    chosen = {
+        item
+        for name, cases in functions.items()
+        for item in (cases if cases[0].get_closest_marker("quick") and not with_long else _covering(name, cases))
+    }
+    return [item for item in items if item in chosen]
 
 
 def _covering(name: str, cases: list[pytest.Item]) -> list[pytest.Item]:

@@ -33,7 +33,9 @@ def run(
             torch.multiprocessing.spawn(_worker, (left, directory, processes), nprocs=processes)
             break
         except (ProcessExitedException, ProcessRaisedException) as error:
-            failed = next(name for name in left if _errors(name, directory, processes))
+            failed = next((name for name in left if _errors(name, directory, processes)), None)
+            if failed is None:
+                raise
             for path in _outcomes(failed, directory, processes):
                 if not path.exists() or not path.read_text():
                     path.write_text(str(error))
@@ -74,6 +76,7 @@ def _worker(rank: int, checks: Mapping[str, Callable[[Path], None]], directory: 
                 traceback.print_exc(file=outcome)
                 raise
             outcome.write("passed")
+            outcome.flush()
+            dist.barrier()  # nobody begins the next check, in which all may be ended, before all have passed this one
             faulthandler.cancel_dump_traceback_later()
-        dist.barrier()  # nobody begins the next check, in which all may be ended, before all have passed this one
     dist.destroy_process_group()
