@@ -16,10 +16,10 @@ import torch
 
 _CHOICES = ("full", "named", "seconds")
 
-SECONDS = {False: 300.0, True: 1800.0}
+SECONDS = {False: 300.0, True: 3600.0}
 """Seconds that a test may take, with the fixtures that it is the first to need: in a run of a few cases, and of all.
 
-An idle machine needs a tenth of them.
+An idle machine needs an eighth of them.
 """
 
 _STDERR = pytest.StashKey[int]()
@@ -28,7 +28,7 @@ _STDERR = pytest.StashKey[int]()
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="run every case of every function")
     parser.addoption("--quick", action="store_true", help="run a few cases of each function of the files that are named")
-    parser.addoption("--seconds", type=float, help="what a test may take: 300, or 1800 where all cases run")
+    parser.addoption("--seconds", type=float, help="what a test may take: 300, or 3600 where all cases run")
     parser.addoption("--time-left", action="store_true", help="a line of progress in place of dots")
     parser.addoption("--cuda-on-cpu", action="store_true", help="run the tests marked cuda, and only them, without a GPU")
 
@@ -89,8 +89,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _order(item: pytest.Item) -> int:
-    """Return a number that puts files in a fixed order, in which those that take long are spread over the run."""
-    return zlib.crc32(item.nodeid.partition("::")[0].encode())
+    """Return a number that puts files in a fixed order, in which those that take long are spread over the run.
+
+    Of 400 orders tried, this one let the time left be told best: within a fifth after a quarter of either run.
+    """
+    return zlib.crc32(f"378{item.nodeid.partition('::')[0]}".encode())
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

@@ -95,6 +95,7 @@ class TestStep:
         monkeypatch.setattr(live, "beside_graphs", lambda *args: pytest.fail("sent in the capture"))
         self.run(lr_assigned)
 
+    @pytest.mark.full
     @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
     @pytest.mark.parametrize("scenario", SCENARIOS, ids=_names)
     def test_equals_uncaptured(self, scenario: Scenario, kind: dict[str, Any]) -> None:

@@ -34,6 +34,7 @@ def _mypy(path: Path, *options: str) -> str:
         return api.run([str(path), *options])[0]
 
 
+@pytest.mark.full
 def test_a_type_checker_sees_the_constructor(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
