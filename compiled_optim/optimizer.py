@@ -24,6 +24,7 @@ from compiled_optim.memory.torch_internals import (
     has_hooks,
     is_capturing,
     is_observed,
+    mend_tracing,
     outside_dynamo,
     outside_inference_mode,
     refuse_tracing,
@@ -283,6 +284,9 @@ class CompiledOptimizer(Declared, Optimizer):
                 else:
                     param.grad.requires_grad_(False)
                 param.grad.zero_()
+        if torch.compiler.is_compiling():
+            traced.guard_params(self._engine)
+            mend_tracing()
 
     @property
     def optimizer_accumulation(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,9 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+_writes = itertools.count()
+
+
 class Changes:
     """Whether there were changes. Dicts and lists that report, and the optimizer that asks, share one such object."""
 
@@ -39,18 +43,21 @@ class Changes:
     is_refused = False  # whether a group may hold a number that no step can use
     is_state_handed_out = False  # whether somebody may hold state tensors, and give them other memory
     are_numbers_read = False  # whether somebody but a called step reads numbers on the device
+    lists = ""  # another text after each write to a list of parameters or groups
 
     def __init__(self) -> None:
         self.unsent: dict[int, Any] = {}  # numbers that wait to be sent to a device
 
     @contextmanager
-    def reported(self) -> Iterator[None]:
+    def reported(self, *, is_list: bool = False) -> Iterator[None]:
         """Report a write in a ``with`` block: before it, in case of an interrupt, and after it, for other threads."""
         self.pending = True
         try:
             yield
         finally:
             self.pending = True
+            if is_list:
+                self.lists = str(next(_writes))
 
     def refuse(self) -> None:
         """Let the next step look for numbers that it cannot use."""
@@ -63,7 +70,7 @@ def _reporting(method: Any) -> Callable[..., Any]:
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with self._changes.reported() if self._is_watched(*args[:1]) else nullcontext():
+        with self._reported(*args[:1]):
             return method(self, *args, **kwargs)
 
     return write
@@ -91,6 +98,9 @@ class WatchedDict(dict[K, V], Generic[K, V]):
     def _is_watched(self, *key: Any) -> bool:
         """Whether to report a write under ``key``, or one that names none."""
         return self._names is None or not key or key[0] in self._names
+
+    def _reported(self, *key: Any) -> AbstractContextManager[None]:
+        return self._changes.reported() if self._is_watched(*key) else nullcontext()
 
     def set_quietly(self, key: K, value: V) -> None:
         """Write without reporting, which the package does where nothing is to be derived anew."""
@@ -135,14 +145,15 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
 
 class WatchedList(list[V], Generic[V]):
-    """A list that reports each write; copies, deep copies and pickles are plain lists."""
+    """A list that reports each write, the first one too; copies, deep copies and pickles are plain lists."""
 
     def __init__(self, changes: Changes, values: Iterable[V]) -> None:
-        super().__init__(values)
         self._changes = changes
+        with self._reported():
+            super().__init__(values)
 
-    def _is_watched(self, *index: Any) -> bool:
-        return True
+    def _reported(self, *index: Any) -> AbstractContextManager[None]:
+        return self._changes.reported(is_list=True)
 
     append, extend, insert, remove, pop, clear, sort, reverse = map(
         _reporting, (list.append, list.extend, list.insert, list.remove, list.pop, list.clear, list.sort, list.reverse)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import dataclasses
 import functools
 import getpass
+import operator
 import os
 import re
 import sys
@@ -19,6 +21,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
 from torch.compiler import is_dynamo_compiling
+from torch.nn import Parameter
 from torch.optim import Optimizer, optimizer
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -278,6 +281,44 @@ def called_while_tracing(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+def guard_items(owner: object, path: str) -> None:
+    """Let what Dynamo traces be valid for as long as the tensors that it found elsewhere too are those items of this list.
+
+    ``owner`` is an object that it traced, and ``path`` leads from there to the list, as in ``"step.params"``. Dynamo itself
+    guards neither which tensors are an optimizer's nor which parameters are different ones.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, ListGetItemSource, OptimizerSource, is_from_optimizer_source
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    def plain(source: Any) -> Any:
+        if isinstance(source, OptimizerSource):
+            return plain(source.base)
+        return dataclasses.replace(source, base=plain(source.base)) if hasattr(source, "base") else source
+
+    def keep_apart(builder: Any, guard: Any) -> None:
+        if guard.name not in builder.no_tensor_aliasing_names:
+            builder.no_tensor_aliasing_names.append(guard.name)
+            builder.no_tensor_aliasing_guard_managers.append(builder.get_guard_manager(guard))
+
+    output = InstructionTranslator.current_tx().output
+    read, items = output.side_effects, operator.attrgetter(path)(owner)
+    place = functools.reduce(AttrSource, path.split("."), plain(read[owner].source))
+    unused: list[Any] = []
+    for index, tensor in enumerate(items):
+        item = ListGetItemSource(place, index)
+        source: Any = read[tensor].source if tensor in read else item
+        if source is item or is_from_optimizer_source(source):
+            unused.append(source)
+        else:
+            install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=item)))
+    known = set(map(id, items))
+    inputs = [arg.source for arg in output.graphargs if type(arg.example) is Parameter and id(arg.example) not in known]
+    others: list[Any] = [source for source in inputs if not is_from_optimizer_source(source)]
+    if others and unused:
+        install_guard(*(source.make_guard(keep_apart) for source in others + unused))
 
 
 def let_compilers_trace(function: Callable[..., Any]) -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory.layout import local, traced_part
-from compiled_optim.memory.torch_internals import called_while_tracing, let_compilers_trace, mend_tracing
+from compiled_optim.memory.torch_internals import called_while_tracing, guard_items, let_compilers_trace, mend_tracing
 from compiled_optim.step.engine import ENGINES, NAMED, Engine, without_number
 from compiled_optim.step.step import Gradients, Step
 
@@ -32,6 +32,17 @@ def ask(key: str, method: str, *args: Any) -> bool | str | None:
 def let_trace() -> None:
     """Let compilers call :func:`run_inlined`."""
     let_compilers_trace(run_inlined)
+
+
+@called_while_tracing
+def _guard_params(key: str, _: str) -> None:
+    """Let what is traced be valid for as long as its parameters are an engine's, and a text is what it is now."""
+    guard_items(ENGINES[key], "step.params")
+
+
+def guard_params(engine: Engine) -> None:
+    """Let what is traced, and has read all parameters, be valid for as long as they are those of ``engine``."""
+    _guard_params(engine.key, engine.changes.lists)
 
 
 @called_while_tracing
@@ -51,6 +62,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     # Dynamo refuses to read sparse gradients; no step with such is inlined.
     is_sparse = engine.takes_sparse  # read of groups, this would depend on their entries
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
+    guard_params(engine)
     is_scaled = scaler[0] is not None or scaler[1] is not None
     if not ask(engine.key, "inline", positions):
         step, inlined, owned = _guard(engine), engine.inlined, engine.params

@@ -1,0 +1,302 @@
+"""Tensors that change hands between two training steps: compiled code trains those that are the optimizer's now.
+
+The reference is a loop that is not compiled, with torch.optim in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from catalog import COMBINED, LOWERINGS, required, ruled, stacked
+from torch import nn
+from torch._dynamo.utils import counters
+
+import compiled_optim as co
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*", "ignore:.*CUDAGraphRunner.*", "ignore:.*recompile.*")
+
+X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
+OPTIONS: dict[str, Any] = {"lr": 0.03, "betas": (0.7, 0.8), "eps": 1e-4, "weight_decay": 0.2}
+
+
+@pytest.fixture(autouse=True)
+def traced_backward() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        yield
+    torch._dynamo.reset()
+
+
+class Model(nn.Module):
+    """Three layers, of which the first two have parameters of the same shapes; a fourth one can be put in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.a, self.b, self.c = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)
+        self.d: nn.Module = nn.Identity()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.d(self.c(self.b(self.a(x.to(self.a.weight.dtype)).tanh()).tanh()))
+
+
+def _fresh(*shape: int) -> nn.Parameter:
+    return nn.Parameter(torch.linspace(-0.7, 0.9, torch.Size(shape).numel(), dtype=torch.float64).view(shape))
+
+
+def _replace(model: Model) -> None:
+    model.b.weight = _fresh(4, 4)
+
+
+def _replace_by_another_shape(model: Model) -> None:
+    model.c.weight, model.c.bias = _fresh(3, 4), _fresh(3)
+
+
+def _swap(model: Model) -> None:
+    model.a.weight, model.b.weight = model.b.weight, model.a.weight
+
+
+def _tie(model: Model) -> None:
+    model.b.weight = model.a.weight
+
+
+def _untie(model: Model) -> None:
+    model.b.bias = nn.Parameter(model.b.bias.detach() + 1)  # `_tied` made it the first layer's
+
+
+def _remove(model: Model) -> None:
+    model.b = nn.Identity()  # type: ignore[assignment]
+
+
+def _assign_data(model: Model) -> None:
+    model.b.weight.data = _fresh(4, 4).data
+
+
+def _swap_tensors(model: Model) -> None:
+    other = _fresh(4, 4)
+    other.grad = None
+    torch.utils.swap_tensors(model.b.weight, other)
+
+
+def _load_by_assignment(model: Model) -> None:
+    values = {name: value + 0.25 for name, value in model.state_dict().items()}
+    model.load_state_dict(values, assign=True)
+
+
+def _freeze(model: Model) -> None:
+    model.b.weight.requires_grad_(False)
+
+
+def _add(model: Model) -> None:
+    layer = nn.Linear(2, 2).to(torch.float64)
+    layer.weight, layer.bias = _fresh(2, 2), _fresh(2)
+    model.d = layer
+
+
+CHANGES: dict[str, Callable[[Model], None]] = {
+    "replace": _replace,
+    "replace by another shape": _replace_by_another_shape,
+    "swap": _swap,
+    "tie": _tie,
+    "untie": _untie,
+    "remove": _remove,
+    "assign data": _assign_data,
+    "swap tensors": _swap_tensors,
+    "load by assignment": _load_by_assignment,
+    "freeze": _freeze,
+    "add": _add,
+}
+
+
+def _tell(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Let the optimizer's first group have what the model has now, in the model's order."""
+    optimizer.param_groups[0]["params"] = list(model.parameters())
+
+
+def _tell_by_group(model: Model, optimizer: torch.optim.Optimizer) -> None:
+    """Take away what the model no longer has, and put what is new into a group of its own."""
+    own = list(model.parameters())
+    kept = [p for p in optimizer.param_groups[0]["params"] if any(p is q for q in own)]
+    optimizer.param_groups[0]["params"][:] = kept
+    if new := [p for p in own if not any(p is q for q in kept)]:
+        names = {id(p): name for name, p in model.named_parameters()}
+        optimizer.add_param_group({"params": [(f"new.{names[id(p)]}", p) for p in new]})
+
+
+TOLD: dict[str, Callable[[Model, torch.optim.Optimizer], None]] = {
+    "not told": lambda model, optimizer: None,
+    "told": _tell,
+    "told by another group": _tell_by_group,
+}
+
+
+class Training:
+    """A model in training: parameters, gradients and state by name, after each call."""
+
+    def __init__(self, make: Callable[[Model], torch.optim.Optimizer], wrap: Callable[..., Any], *, is_tied: bool) -> None:
+        self.model = Model().to(torch.float64)
+        if is_tied:
+            self.model.b.bias = self.model.a.bias
+        self.optimizer = make(self.model)
+        self._first = list(self.model.parameters())  # which may leave the model
+
+        def train(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.model(x).square().mean()
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            return loss.detach()
+
+        self._train = wrap(train, self)
+
+    def step(self) -> float:
+        return float(self._train(X))
+
+    def seen(self) -> list[Any]:
+        """Values, gradients and state of all parameters, of those that left the model too."""
+        params = [*self._first, *self.model.parameters()]
+        state = self.optimizer.state
+        entries = [{k: v.clone() for k, v in state[p].items()} if p in state else {} for p in params]
+        moved = [{k: v for k, v in e.items() if k != "step"} if e.get("step", 0) else {} for e in entries]
+        grads = [None if p.grad is None else p.grad.clone() for p in params]
+        return [[p.detach().clone() for p in params], grads, moved, [float(e.get("step", 0)) for e in entries]]
+
+
+def _eager(train: Callable[..., Any], training: Training) -> Callable[..., Any]:
+    return train
+
+
+def _whole(train: Callable[..., Any], training: Training) -> Callable[..., Any]:
+    return torch.compile(train, backend="eager", fullgraph=True)
+
+
+def _in_parts(train: Callable[..., Any], training: Training) -> Callable[..., Any]:
+    """Only the step and ``zero_grad`` are compiled."""
+
+    def train_in_parts(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = training.model(x).square().mean()
+        loss.backward()
+        step()
+        return loss.detach()
+
+    @torch.compile(backend="eager", fullgraph=True)
+    def step() -> None:
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+
+    return train_in_parts
+
+
+def _run(train: Callable[..., Any], training: Training) -> Callable[..., Any]:
+    return co.CUDAGraphRunner(train, optimizers=training.optimizer)
+
+
+WAYS: dict[str, tuple[str, Callable[..., Any]]] = {
+    "called": ("auto", _eager),
+    "called, eager": ("eager", _eager),
+    "whole": ("auto", _whole),
+    "whole, eager": ("eager", _whole),
+    "whole, inlined": ("inductor", _whole),
+    "step": ("auto", _in_parts),
+    "step, inlined": ("inductor", _in_parts),
+    "runner": ("auto", _run),
+}
+
+
+def _traces() -> int:
+    return counters["stats"]["unique_graphs"]
+
+
+def _near(one: Any, two: Any) -> None:
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-14)
+
+
+def _pair(way: str, *, is_tied: bool = False) -> tuple[Callable[..., Any], Training, Training]:
+    """What wraps the function that trains, and two trainings: one by this package, one by torch.optim."""
+    lowering, wrap = WAYS[way]
+    ours = Training(lambda m: co.AdamW(m.named_parameters(), lowering=lowering, **OPTIONS), wrap, is_tied=is_tied)
+    reference = Training(lambda m: torch.optim.AdamW(m.named_parameters(), **OPTIONS), _eager, is_tied=is_tied)
+    return wrap, ours, reference
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_what_is_whose(change: str, told: str, way: str) -> None:
+    wrap, ours, reference = _pair(way, is_tied=change == "untie")
+    for _ in range(2):
+        _near(ours.step(), reference.step())
+    assert _traces() == (wrap in (_whole, _in_parts))
+    for trained in (ours, reference):
+        CHANGES[change](trained.model)
+        TOLD[told](trained.model, trained.optimizer)
+    for _ in range(3):
+        _near(ours.step(), reference.step())
+        _near(ours.seen(), reference.seen())
+    is_uncleared = any(p.grad is not None for p in ours.model.parameters())  # of what the optimizer does not have
+    assert _traces() <= 2 + is_uncleared
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("told", ["not told", "told"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_parameter_that_is_replaced_and_put_back(way: str, told: str) -> None:
+    _, ours, reference = _pair(way)
+    pairs = [(trained, trained.model.b.weight) for trained in (ours, reference)]
+    for weight in (None, _fresh(4, 4), None):
+        for trained, first in pairs:
+            trained.model.b.weight = first if weight is None else nn.Parameter(weight.detach().clone())
+            TOLD[told](trained.model, trained.optimizer)
+        for _ in range(3):
+            _near(ours.step(), reference.step())
+            _near(ours.seen(), reference.seen())
+
+
+@pytest.mark.parametrize("told", ["not told", "told"])
+@pytest.mark.parametrize("way", ["whole", "whole, inlined", "step", "step, inlined", "runner"])
+@pytest.mark.parametrize("optimizer", [*ruled("dense"), *stacked(), *COMBINED])
+def test_every_optimizer_trains_what_it_has(optimizer: type[co.CompiledOptimizer], way: str, told: str) -> None:
+    """The reference is the optimizer itself, where nothing is compiled."""
+    lowering, wrap = WAYS[way]
+
+    def make(lowering: Any) -> Callable[[Model], torch.optim.Optimizer]:
+        def make(model: Model) -> torch.optim.Optimizer:
+            for layer in (model.a, model.b, model.c):
+                layer.bias = None  # type: ignore[assignment]
+            params: Any = model if optimizer in COMBINED else model.named_parameters()
+            return optimizer(params, lowering=lowering, **required(optimizer))
+
+        return make
+
+    ours, reference = Training(make(lowering), wrap, is_tied=False), Training(make("eager"), _eager, is_tied=False)
+    for change in (lambda model: None, _replace, _swap):
+        for trained in (ours, reference):
+            change(trained.model)
+            TOLD[told](trained.model, trained.optimizer)
+        for _ in range(2):
+            torch.testing.assert_close(ours.step(), reference.step(), rtol=1e-6, atol=1e-8)
+            torch.testing.assert_close(ours.seen()[:2], reference.seen()[:2], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_gradients_of_a_traced_backward_are_their_own(lowering: Any) -> None:
+    """Whatever breaks the graph behind the backward, and with ``zero_grad`` first."""
+    params = [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    optimizer = co.SGD(params, lr=0.001, lowering=lowering)
+
+    @torch.compile(backend="eager")
+    def train() -> None:
+        optimizer.zero_grad()
+        loss = torch.stack([(p * 10.0**i).sum() for i, p in enumerate(params)]).sum()
+        loss.backward()
+        torch._dynamo.graph_break()
+        optimizer.step()
+
+    for _ in range(3):
+        train()
+        assert [p.grad[0].item() for p in params if p.grad is not None] == [1, 10, 100]
