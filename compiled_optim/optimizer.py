@@ -15,7 +15,7 @@ from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.live import Live
-from compiled_optim.groups.param_group import ParamGroup, group_entries
+from compiled_optim.groups.param_group import ParamGroup, built_in_entries, group_entries
 from compiled_optim.groups.parameters import as_groups
 from compiled_optim.lowering.choice import LoweringName
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
@@ -33,7 +33,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
+from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, built_in, flag, transform
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, Weights, stored
 from compiled_optim.rule.transforms import Split, cautious, check_decay, decay, in_parts, lr_scaled
@@ -160,7 +160,7 @@ class CompiledOptimizer(Declared, Optimizer):
     @outside_dynamo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         made = {s.name: s.default for s in self._fields_of(Static) if not s.init}
-        options = {**made, **self._arguments(args, kwargs)}
+        options = built_in_entries(type(self), {**made, **self._arguments(args, kwargs)})
         params = options.pop("params")
         for choice in self._fields_of(Choice):
             choice.check(options[choice.name])
@@ -615,7 +615,10 @@ def _assigned(name: str, meaning: str) -> Any:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
 
     return property(
-        read, lambda self, value: self._engine.assign(name, value), lambda self: self._engine.unassign(name), meaning
+        read,
+        lambda self, value: self._engine.assign(name, built_in(value)),
+        lambda self: self._engine.unassign(name),
+        meaning,
     )
 
 

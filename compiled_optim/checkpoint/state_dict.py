@@ -46,7 +46,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale
+from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale, built_in
 from compiled_optim.rule.rule import RULE, WHY, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
@@ -195,7 +195,7 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
     what = f"{key} of {group.label}"
     if hyper is None or is_own(hyper, value, group):
         return copied(value, what)
-    given = value if type(value) is float else plain(value, what)
+    given = value if type(value) is float else plain(built_in(value) if hyper.is_tuple else value, what)
     elements = given if isinstance(given, list) else [given]
     numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
     found = numbers if isinstance(given, list) else numbers[0]

@@ -30,7 +30,7 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Choice, Hyper, Option, Scale, Static, warn_of_entry
+from compiled_optim.rule.fields import IGNORED, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
@@ -233,7 +233,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
-        hyper = self._hypers.get(key)
+        hyper, value = self._hypers.get(key), built_in_entries(self.kind, {key: value})[key]
         if hyper is None or is_own(hyper, value, self):
             self.set_quietly(key, value)
         else:
@@ -250,7 +250,7 @@ class ParamGroup(WatchedDict[str, Any]):
     @outside_dynamo
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
-        values = dict(*args, **kwargs)
+        values = built_in_entries(self.kind, dict(*args, **kwargs))
         numeric = [key for key in values if key in self._hypers and self._hypers[key].choice(values[key]) is None]
         taken = {key: self._taken(key, values[key]) for key in numeric}
         others, structural = values.keys() - taken.keys(), self._declaration.structural_entries
@@ -373,6 +373,15 @@ def group_keys(kind: type[Declared]) -> list[str]:
     return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes, RULE]
 
 
+def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
+    """``values`` with each :func:`built_in` that is declared as a choice or a tuple; numbers, functions, others as they are."""
+
+    def is_made(field: Any) -> bool:
+        return (isinstance(field, Choice) and not isinstance(field, Scale)) or (isinstance(field, Hyper) and field.is_tuple)
+
+    return {key: built_in(value) if is_made(kind._all_fields.get(key)) else value for key, value in values.items()}
+
+
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
     """What groups of ``kind`` hold of ``options``, without defaults of options that torch.optim lacks."""
     added = kind._added_choices()
@@ -434,7 +443,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     """
     where, given, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}
-    for choice in kind._fields_of(Choice):
+    for choice in (c for c in kind._fields_of(Choice) if c.name not in IGNORED):
         choice.check(group.get(choice.name, choice.default), where)
     if absent := [h.name for h in kind._fields_of(Hyper) if h.name not in group]:
         raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
@@ -454,5 +463,5 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         if not is_new and group[mode] is not before[mode]:
             raise ValueError(f"{mode} of {where} cannot be assigned; call the optimizer's eval() or train()")
     known = group_keys(kind)
-    if foreign := [key for key in given if key in kind._all_fields and key not in known]:
+    if foreign := [key for key in given if key in kind._all_fields and key not in (*known, *IGNORED)]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")

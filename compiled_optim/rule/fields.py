@@ -74,9 +74,25 @@ def warn_of_entry(key: str, known: tuple[str, ...], group: str) -> None:
         warnings.warn(f"nothing reads {group}['{key}']; did you mean '{wanted}'?", UserWarning, stacklevel=3)
 
 
+def built_in(value: Any) -> Any:
+    """``value`` in Python's own types, which every ``torch.load`` reads. A tensor of one element stays, as does what has none.
+
+    Arrays, sequences and mappings of any class become lists, tuples and dicts, and NumPy's numbers become Python's.
+    """
+    if hasattr(value, "tolist") and not (isinstance(value, Tensor) and (value.numel() < 2 or value.is_meta)):
+        value = value.tolist()
+    if isinstance(value, Mapping):
+        return {built_in(key): built_in(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
+        return (list if isinstance(value, list) else tuple)([built_in(each) for each in value])
+    return value
+
+
 Number: TypeAlias = float | Tensor  # a hyperparameter as a user may give it: a Python number or a 1-element tensor
 PerParameter: TypeAlias = Mapping[str, float] | Callable[[Any, Tensor], float]
 """A number for each parameter: by name, or a function of the name, None without names, and the parameter."""
+
+IGNORED = ("foreach", "capturable", "fused")  # entries of a group that other code writes, whatever their values
 
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
@@ -177,7 +193,7 @@ class Hyper(Field):
         """
         if not self.is_tuple:
             return (self._number(value, 0, where),)
-        if not isinstance(value, (tuple, list)):
+        if not isinstance(value := built_in(value), (tuple, list)):
             raise TypeError(f"{_placed(self.name, where)} must be a tuple of {self.length} numbers, got {value!r}")
         if len(value) != self.length:
             raise ValueError(f"{_placed(self.name, where)} must have {self.length} elements, got {value!r}")

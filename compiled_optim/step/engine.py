@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.live import Changes, Live, WatchedList
-from compiled_optim.groups.param_group import ParamGroup, check_values, group_keys, inherited
+from compiled_optim.groups.param_group import ParamGroup, built_in_entries, check_values, group_keys, inherited
 from compiled_optim.groups.parameters import (
     check_params,
     first_repeat,
@@ -203,7 +203,7 @@ class Engine:
         kind, defaults = inherited(param_group, self.kind, self.defaults, label)
         if kind is self.kind:
             defaults |= {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
-        values = {**defaults, **param_group}
+        values = {**defaults, **built_in_entries(kind, param_group)}
         names, params = names_and_tensors(param_group["params"], f"{label}['params']")
         firsts, values["params"], aliases = without_aliases(names, params)
         if firsts:

@@ -1,0 +1,160 @@
+"""Options as configuration libraries write them: sequences, mappings and numbers of other classes."""
+
+from __future__ import annotations
+
+import io
+from collections import UserDict, UserList, deque
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from catalog import registry
+
+import compiled_optim as co
+from compiled_optim.rule.fields import Choice, Hyper, Scale
+
+
+class Listed(Sequence):
+    """A sequence that is neither list nor tuple, as OmegaConf's is."""
+
+    def __init__(self, values):
+        self.values = tuple(values)
+
+    def __getitem__(self, index):
+        return self.values[index]
+
+    def __len__(self):
+        return len(self.values)
+
+
+CONTAINERS = {
+    "list": list,
+    "sequence": Listed,
+    "deque": deque,
+    "user list": UserList,
+    "array": np.array,
+    "tensor": lambda v: torch.tensor(v, dtype=torch.float64),
+    "numbers": lambda v: tuple(np.float64(x) for x in v),
+}
+SCALARS = [np.float64, np.float32, np.float16, np.int64, np.uint8, np.array]
+WAYS = ["constructor", "group", "assignment", "update", "load"]
+
+
+def made(kind: type, way: str, name: str, value: Any, **more: Any) -> Any:
+    """An optimizer that got ``value`` in a ``way``."""
+    names = {"split": "qkv", "stacks": "experts", "exclude": "layer.bias"}
+    params = [(names.get(name, "weight"), torch.nn.Parameter(torch.ones(64, 64)))]
+    if name != "lr":
+        more.setdefault("lr", 0.01)
+    if way == "constructor":
+        return kind(params, **{**more, name: value})
+    if way == "group":
+        return kind([{"params": params, name: value}], **{"lr": 0.01, **more})
+    opt = kind(params, **{"lr": 0.01, **more})
+    if way == "assignment":
+        opt.param_groups[0][name] = value
+    elif way == "update":
+        opt.param_groups[0].update({name: value})
+    else:
+        saved = opt.state_dict()
+        saved["param_groups"][0][name] = value
+        opt.load_state_dict(saved)
+    return opt
+
+
+def reread(opt: Any) -> dict[str, Any]:
+    """The first group, of what ``torch.save`` wrote and a safe load reads."""
+    file = io.BytesIO()
+    torch.save(opt.state_dict(), file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)["param_groups"][0]
+
+
+def is_plain(value: Any) -> bool:
+    if type(value) in (list, tuple):
+        return all(map(is_plain, value))
+    return type(value) in (int, float, bool, str, type(None), torch.dtype)
+
+
+TUPLES = [(k, h.name) for k in registry() for h in k._fields_of(Hyper) if h.is_tuple]
+NUMBERS = [(k, h.name) for k in registry() for h in k._fields_of(Hyper) if not h.is_tuple]
+BOOLS = [
+    (k, c.name)
+    for k in registry()
+    for c in k._fields_of(Choice)
+    if type(c.default) is bool
+    and not isinstance(c, Scale)
+    and c.name in ("nesterov", "amsgrad", "centered", "maximize", "cautious", "decouple_lr")
+]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "name"), TUPLES, ids=lambda v: getattr(v, "__name__", v))
+def test_any_sequence_is_taken_for_a_tuple_and_kept_as_one(kind, name):
+    default = next(h.default for h in kind._fields_of(Hyper) if h.name == name)
+    value = tuple(1e-3 if d is None else d * 0.75 if d < 1 else d for d in default)
+    for label, convert in CONTAINERS.items():
+        for way in WAYS:
+            opt = made(kind, way, name, convert(value))
+            kept = opt.param_groups[0][name]
+            assert kept == value, (label, way, kept)
+            assert type(kept) is tuple
+            assert is_plain(kept), (label, way, kept)
+            assert tuple(reread(opt)[name]) == value, (label, way)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
+def test_numpy_numbers_are_kept_as_pythons(kind, name):
+    hyper = next(h for h in kind._fields_of(Hyper) if h.name == name)
+    least, most = hyper.span
+    number = next(n for n in (1, 0, 0.5, -1, -0.5) if least <= n <= most and (n or hyper.when is None))
+    for scalar in SCALARS if number in (0, 1) else [np.float64, np.float32, np.array]:
+        for way in WAYS:
+            more = {hyper.when: True} if hyper.when else {name: 0.5} if name == "momentum" else {}
+            opt = made(kind, way, name, scalar(number), **more)
+            kept = opt.param_groups[0][name]
+            assert kept == number, (scalar, way, kept)
+            assert is_plain(kept), (scalar, way, kept)
+            assert reread(opt)[name] == number, (scalar, way)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize(("kind", "name"), BOOLS, ids=lambda v: getattr(v, "__name__", v))
+def test_numpy_bools_are_kept_as_pythons(kind, name):
+    for way in WAYS:
+        default = next(c.default for c in kind._fields_of(Choice) if c.name == name)
+        opt = made(kind, way, name, np.bool_(default))
+        assert type(opt.param_groups[0].get(name, default)) is bool, way
+        reread(opt)
+
+
+@pytest.mark.parametrize("kind", registry(), ids=lambda k: k.__name__)
+@pytest.mark.parametrize("name", ["fused", "foreach", "capturable"])
+def test_a_group_may_hold_what_other_code_writes_for_torch(kind, name):
+    for value in (True, False, None, "anything"):
+        for way in WAYS[1:]:
+            made(kind, way, name, value)
+
+
+class Mapped(UserDict, Mapping):
+    """A mapping that is no dict."""
+
+
+@pytest.mark.parametrize("way", WAYS[:4])
+@pytest.mark.parametrize("sequence", [Listed, deque, UserList, np.array])
+def test_options_by_name_are_kept_plain(way, sequence):
+    options = {
+        "exclude": (co.AdamW, sequence(["*.bias"])),
+        "state_dtype": (co.AdamW, Mapped({"exp_avg": torch.bfloat16})),
+        "stacks": (co.Muon, sequence(["*experts*"])),
+        "split": (co.Muon, Mapped({"*qkv*": sequence([32, 32])})),
+        "ns_coefficients": (co.Muon, Listed([sequence([3.0, -4.0, 2.0]), sequence([2.0, -1.5, 0.5])])),
+    }
+    for name, (kind, value) in options.items():
+        opt = made(kind, way, name, value, **({"ns_steps": 2} if name == "ns_coefficients" else {}))
+        kept = opt.param_groups[0][name]
+        assert is_plain(list(kept.values()) if type(kept) is dict else kept), (name, kept)
+        reread(opt)
