@@ -33,7 +33,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, built_in, flag, transform
+from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, Weights, stored
 from compiled_optim.rule.transforms import Split, cautious, check_decay, decay, in_parts, lr_scaled
@@ -615,10 +615,7 @@ def _assigned(name: str, meaning: str) -> Any:
             raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'") from None
 
     return property(
-        read,
-        lambda self, value: self._engine.assign(name, built_in(value)),
-        lambda self: self._engine.unassign(name),
-        meaning,
+        read, lambda self, value: self._engine.assign(name, value), lambda self: self._engine.unassign(name), meaning
     )
 
 

@@ -195,7 +195,8 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
     what = f"{key} of {group.label}"
     if hyper is None or is_own(hyper, value, group):
         return copied(value, what)
-    given = value if type(value) is float else plain(built_in(value) if hyper.is_tuple else value, what)
+    given = value if type(value) is float else plain(value, what)
+    given = plain(built_in(given), what) if hyper.is_tuple and type(given) is not list else given
     elements = given if isinstance(given, list) else [given]
     numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
     found = numbers if isinstance(given, list) else numbers[0]

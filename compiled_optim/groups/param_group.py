@@ -374,12 +374,10 @@ def group_keys(kind: type[Declared]) -> list[str]:
 
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with each :func:`built_in` that is declared as a choice or a tuple; numbers, functions, others as they are."""
-
-    def is_made(field: Any) -> bool:
-        return (isinstance(field, Choice) and not isinstance(field, Scale)) or (isinstance(field, Hyper) and field.is_tuple)
-
-    return {key: built_in(value) if is_made(kind._all_fields.get(key)) else value for key, value in values.items()}
+    """``values``, of which those that are declared as choices or tuples are :func:`built_in`."""
+    fields = (*kind._fields_of(Choice), *(h for h in kind._fields_of(Hyper) if h.is_tuple))
+    names = {f.name for f in fields if not isinstance(f, Scale)}
+    return {key: built_in(value) if key in names else value for key, value in values.items()}
 
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.parameters import advising, alternatives, canonical_name, matches, parameter_name
-from compiled_optim.rule.fields import Option, Scale, hint, mistyped
+from compiled_optim.rule.fields import Option, Scale, built_in, hint, mistyped
 
 T = TypeVar("T")
 
@@ -52,7 +52,8 @@ class ByName(dict[str, float]):
     """A copy of a dict of numbers that nobody can edit, nor write into its tensors; ``copy`` and ``|`` make plain dicts."""
 
     def __init__(self, numbers: Mapping[str, Any]) -> None:
-        super().__init__({k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else n for k, n in numbers.items()})
+        own = {k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else built_in(n) for k, n in numbers.items()}
+        super().__init__(own)
 
     def key_of(self, name: str) -> str:
         """The key for ``name``: itself, or one that differs in prefixes of module wrappers, if all such have one number."""

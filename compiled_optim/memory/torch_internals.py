@@ -73,7 +73,7 @@ def default_cache_directory() -> str:
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):
-        user = f"uid_{os.getuid()}"
+        user = f"uid_{os.getuid()}" if hasattr(os, "getuid") else "unknown_user"
     name = re.sub(r'[\\/:*?"<>|]', "_", user)
     return os.path.abspath(os.path.join(tempfile.gettempdir(), f"torchinductor_{name}"))
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule import Number, gram, maximum, quadratic
+from compiled_optim.rule.fields import built_in
 
 Coefficients: TypeAlias = tuple[Number, Number, Number] | Sequence[Sequence[float]] | str
 STEPS = 5  # the default of ``ns_steps``
@@ -34,6 +35,7 @@ def sequence(value: Any) -> Any:
     """``value`` where it is a name or several triples, as the choice that is compiled in; None where it is one triple."""
     if isinstance(value, str):
         return value
+    value = [built_in(each) for each in value] if isinstance(value := built_in(value), (tuple, list)) else value
     is_sequence = isinstance(value, (tuple, list)) and any(isinstance(triple, (tuple, list)) for triple in value)
     return tuple(tuple(triple) if isinstance(triple, list) else triple for triple in value) if is_sequence else None
 

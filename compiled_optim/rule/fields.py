@@ -75,16 +75,14 @@ def warn_of_entry(key: str, known: tuple[str, ...], group: str) -> None:
 
 
 def built_in(value: Any) -> Any:
-    """``value`` in Python's own types, which every ``torch.load`` reads. A tensor of one element stays, as does what has none.
-
-    Arrays, sequences and mappings of any class become lists, tuples and dicts, and NumPy's numbers become Python's.
-    """
+    """``value`` in Python's own types: an array, sequence or mapping of any class as list, tuple or dict; NumPy's numbers."""
+    # A tensor of one element is a number that users may write to, and one that is an element must be such.
     if hasattr(value, "tolist") and not (isinstance(value, Tensor) and (value.numel() < 2 or value.is_meta)):
         value = value.tolist()
     if isinstance(value, Mapping):
         return {built_in(key): built_in(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):
-        return (list if isinstance(value, list) else tuple)([built_in(each) for each in value])
+        return (list if isinstance(value, list) else tuple)([e if isinstance(e, Tensor) else built_in(e) for e in value])
     return value
 
 

@@ -49,7 +49,7 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Hyper, Scale, warn_of_entry
+from compiled_optim.rule.fields import Hyper, Scale, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
@@ -161,7 +161,7 @@ class Engine:
         if self.accumulated.was_on:
             refuse_whole("optimizer accumulation", {name: value})
         before = dict(self.assigned)
-        self._assign({**before, name: value})
+        self._assign({**before, name: built_in(value)})
         if name in CHOSEN:
             try:
                 self.follow_clipping()

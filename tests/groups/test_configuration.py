@@ -144,17 +144,27 @@ class Mapped(UserDict, Mapping):
 
 
 @pytest.mark.parametrize("way", WAYS[:4])
-@pytest.mark.parametrize("sequence", [Listed, deque, UserList, np.array])
+@pytest.mark.parametrize("sequence", [Listed, deque, UserList, np.array, "tensor"])
 def test_options_by_name_are_kept_plain(way, sequence):
+    triple = torch.tensor if sequence == "tensor" else sequence
+    sequence = Listed if sequence == "tensor" else sequence
     options = {
         "exclude": (co.AdamW, sequence(["*.bias"])),
         "state_dtype": (co.AdamW, Mapped({"exp_avg": torch.bfloat16})),
+        "lr_scale": (co.AdamW, Mapped({"weight": np.float64(0.5)})),
         "stacks": (co.Muon, sequence(["*experts*"])),
         "split": (co.Muon, Mapped({"*qkv*": sequence([32, 32])})),
-        "ns_coefficients": (co.Muon, Listed([sequence([3.0, -4.0, 2.0]), sequence([2.0, -1.5, 0.5])])),
+        "ns_coefficients": (co.Muon, Listed([triple([3.0, -4.0, 2.0]), triple([2.0, -1.5, 0.5])])),
     }
     for name, (kind, value) in options.items():
         opt = made(kind, way, name, value, **({"ns_steps": 2} if name == "ns_coefficients" else {}))
         kept = opt.param_groups[0][name]
-        assert is_plain(list(kept.values()) if type(kept) is dict else kept), (name, kept)
+        assert is_plain(list(kept.values()) if isinstance(kept, dict) else kept), (name, kept)
         reread(opt)
+
+
+def test_options_of_the_whole_optimizer_are_kept_plain():
+    opt = co.AdamW([torch.nn.Parameter(torch.ones(3))], skip_nonfinite=np.bool_(True), max_grad_norm=np.float32(0.5))
+    assert (opt.skip_nonfinite, opt.max_grad_norm) == (True, 0.5)
+    opt.skip_nonfinite, opt.max_grad_norm = np.bool_(False), np.float64(2)
+    assert [type(opt.skip_nonfinite), type(opt.max_grad_norm)] == [bool, float]
