@@ -374,7 +374,7 @@ def group_keys(kind: type[Declared]) -> list[str]:
 
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values``, of which those that are declared as choices or tuples are :func:`built_in`."""
+    """``values`` with declared choices and tuples made :func:`built_in`."""
     fields = (*kind._fields_of(Choice), *(h for h in kind._fields_of(Hyper) if h.is_tuple))
     names = {f.name for f in fields if not isinstance(f, Scale)}
     return {key: built_in(value) if key in names else value for key, value in values.items()}

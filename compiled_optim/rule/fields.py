@@ -75,7 +75,7 @@ def warn_of_entry(key: str, known: tuple[str, ...], group: str) -> None:
 
 
 def built_in(value: Any) -> Any:
-    """``value`` in Python's own types: an array, sequence or mapping of any class as list, tuple or dict; NumPy's numbers."""
+    """``value`` in Python's own types: any array, sequence or mapping as list, tuple or dict; NumPy's numbers."""
     # A tensor of one element is a number that users may write to, and one that is an element must be such.
     if hasattr(value, "tolist") and not (isinstance(value, Tensor) and (value.numel() < 2 or value.is_meta)):
         value = value.tolist()
