@@ -104,7 +104,9 @@ class SquareSums:
         devices = list(dict.fromkeys(lowering.plan.device for lowering in lowerings))
         for device in devices:
             here = [lowering for lowering in lowerings if lowering.plan.device == device]
-            counts, others = [lowering.square_sum_count for lowering in here], len(devices) - 1
+            # One place at least for what all processes add up, where this one has no elements.
+            counts = [max(lowering.square_sum_count, int(lowering.plan.sharded)) for lowering in here]
+            others = len(devices) - 1
             sums = torch.zeros(sum(counts) + others, dtype=scalar_dtype(device), device=device)
             *own, foreign = torch.split(sums, [*counts, others])
             self._of_device[device] = sums[: sum(counts)], foreign

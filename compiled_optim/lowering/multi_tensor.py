@@ -117,7 +117,7 @@ class MultiTensorLowering(Capturable):
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         super().connect(square_sums, all_square_sums)
         counts = [table.square_sum_count for table in self.tables]
-        for table, sums in zip(self.tables, torch.split(square_sums, counts), strict=True):
+        for table, sums in zip(self.tables, torch.split(square_sums[: sum(counts)], counts), strict=True):
             table.connect(sums)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:

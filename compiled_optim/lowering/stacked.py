@@ -338,7 +338,7 @@ class Stack:
         if self._axes:
             full = full.permute(0, *(1 + axis for axis in self._axes)).contiguous()
         if self._owner.dim() < 2:
-            return full.view(len(full), -1)
+            return full.view(len(full), math.prod(full.shape[1:]))  # of a process that updates none, too
         return full if self._matrices else full.view(len(full), math.prod(full.shape[1:-2]), *full.shape[-2:])
 
     def _as_held(self, seen: Tensor, like: Tensor) -> Tensor:

@@ -216,7 +216,12 @@ def as_part_of(tensor: Tensor, like: Any, *more: int) -> Tensor:
 
     shape = torch.Size((*like.shape, *more))
     stride = torch.empty(shape, device="meta").stride() if more else like.stride()
-    return DTensor.from_local(tensor, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    # The wrapper would take over an offset into memory that it does not have, and torch could neither copy nor save it.
+    first = tensor.as_strided(tensor.shape, tensor.stride(), 0) if tensor.storage_offset() else tensor
+    made = DTensor.from_local(first, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    if first is not tensor:
+        made._local_tensor = tensor
+    return made
 
 
 def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
