@@ -446,16 +446,19 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _vector(codes: Tensor) -> Tensor:
-    """All of ``codes`` in their order of memory, and zeros up to a whole number of groups."""
+    """All of ``codes`` in their order of memory, :func:`filled`."""
     order = MemoryOrder(codes)
     order.load()
     return filled(flat(order.target))
 
 
 def filled(vector: Tensor) -> Tensor:
-    """``vector`` with zeros up to a whole number of groups."""
+    """``vector``, whose last element is repeated up to a whole number of groups.
+
+    So whatever a step computes there, even from a scale that overflowed, its group has already. Zeros times it would be NaN.
+    """
     missing = -vector.shape[0] % GROUP
-    return torch.nn.functional.pad(vector, (0, missing)) if missing else vector
+    return torch.cat([vector, vector[-1:].expand(missing)]) if missing else vector
 
 
 def stored_part(entries: Mapping[str, Any]) -> str | None:

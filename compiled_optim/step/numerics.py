@@ -18,7 +18,7 @@ from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, code_name, scale_name
-from compiled_optim.state import ParamState, decoded, filled, weight
+from compiled_optim.state import ParamState, decoded, weight
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.rule_step import RuleStep
 
@@ -131,7 +131,8 @@ def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:
     for name, moment in _buffers(plan, member, plan.statics):
         if any(b.name == name and b.int8 == "signed" for b in plan.rule.buffers):
             sizes = sizes.maximum(moment.abs())
-    groups = filled(flat(MemoryOrder(member.param).arranged(sizes))).view(-1, GROUP)
+    vector = flat(MemoryOrder(member.param).arranged(sizes))
+    groups = torch.nn.functional.pad(vector, (0, -len(vector) % GROUP)).view(-1, GROUP)  # zeros, which do not count
     half = torch.where(groups > 0, groups, torch.nan).nanmedian(1).values  # of elements that are used at all
     return (half * 10 < groups.amax(1)).double().mean().item()
 

@@ -73,7 +73,7 @@ class Vectors:
     """A member's parameter, gradient and buffers as vectors of real numbers, in the order of the parameter's memory.
 
     They are the memory itself, but for a parameter whose memory has gaps, and where the rule has numbers for groups of
-    elements and the last group is not whole: then they are copies, with zeros up to the end of the group.
+    elements and the last group is not whole: then they are copies, filled up to the end of the group.
     """
 
     def __init__(self, plan: Plan, member: Member) -> None:
