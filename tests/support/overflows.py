@@ -23,7 +23,7 @@ STORAGE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
 }
 
 SHAPES = [(1,), (63,), (GROUP,), (65,), (5, 13), (130,)]
-"""Ends right behind the beginning of a group, right before its end, there, and in between. One has another order of memory."""
+"""Ends right behind the beginning of a group, right before its end, there, and in between; one in another order."""
 
 COMPILED = [("AdamW", "int8"), ("LAMB", "int8"), ("Adan", "stochastic")]
 """What is compiled or interpreted, which takes seconds."""
