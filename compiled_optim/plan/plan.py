@@ -226,9 +226,10 @@ class Plan:
 
     def _gather_scalars(self) -> list[Tensor]:
         """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
-        together: dict[Tensor | None, list[Member]] = {}
+        together: dict[int | None, list[Member]] = {}
         for member in self.members:
-            together.setdefault(member.entries["step"]._base, []).append(member)
+            storage, is_block = member.entries["step"].untyped_storage(), _base_of(member) is not None
+            together.setdefault(storage._cdata if is_block else None, []).append(member)
         blocks, rest = [], []
         for members in together.values():
             members.sort(key=lambda m: m.entries["step"].storage_offset())
@@ -243,7 +244,7 @@ class Plan:
 
     def _block_of(self, members: Sequence[Member]) -> Tensor | None:
         """The block that holds the scalars of ``members``, in this order, and nothing else; None if there is none."""
-        if (block := members[0].entries["step"]._base) is None:
+        if (block := _base_of(members[0])) is None:
             return None
         storage = block.untyped_storage()._cdata
         places = [(e.untyped_storage()._cdata, e.storage_offset()) for e in self._scalars_of(members)]
@@ -258,6 +259,14 @@ class Plan:
             for column, member in enumerate(members):
                 member.put(name, scalars[row, column])
         return scalars
+
+
+def _base_of(member: Member) -> Tensor | None:
+    """The tensor of which the step count is a view; what another process shares arrives without it."""
+    step = member.entries["step"]
+    if step._base is None and step.device.type == "cpu" and step.is_shared():
+        return step.new_empty(0).set_(step.untyped_storage())  # type: ignore[call-overload]
+    return step._base
 
 
 def partition(

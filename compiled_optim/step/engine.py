@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import os
 import threading
 import warnings
 import weakref
@@ -71,6 +72,16 @@ _WHOLE = {
     "found_inf": "gradients are used before a gradient scaler can look at them; train in bfloat16 without one",
 }
 """Why each of :data:`NAMES` needs all gradients together."""
+
+
+def _renew_locks() -> None:
+    """Give engines new locks in a forked process, which lacks the threads that may hold the old ones."""
+    for engine in [*ENGINES.values()]:
+        engine.lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_renew_locks)
 
 
 class Engine:
@@ -308,7 +319,10 @@ class Engine:
         self._named = [list(zip(*pair, strict=False)) for pair in pairs]
 
     def _follow_names(self, group: ParamGroup, index: int) -> None:
-        """Let names stay with parameters where only ``params`` was edited; one in the place of another takes its name."""
+        """Let names stay with parameters where only ``params`` was edited; one in the place of another takes its name.
+
+        It does where it has that one's shape, or where the group has as many parameters as before.
+        """
         params, names = group["params"], group.get("param_names")
         noted = self._named[index] if index < len(self._named) else []
         is_edited = [id(param) for param, _ in noted] != list(map(id, params))
@@ -318,10 +332,13 @@ class Engine:
         taken = {known[id(param)] for param in params if id(param) in known}
         found = []
         for j, param in enumerate(params):
-            is_free = j < len(names) and names[j] not in taken
+            fits = len(params) == len(names) or (j < len(noted) and noted[j][0].shape == param.shape)
+            is_free = fits and j < len(names) and names[j] not in taken
             found.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
         if found != list(names):
             group.set_quietly("param_names", found)
+            if {*found} - {*names, *known.values()}:
+                self._checked_scales = []  # which may be for parameters that are gone
 
     def _drop_unstepped(self) -> None:
         """Drop the state of parameters that left the groups without ever having been stepped; torch makes none for them.
