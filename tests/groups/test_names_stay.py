@@ -17,7 +17,7 @@ def _optimizer(**options: Any) -> co.AdamW:
 
 
 @pytest.mark.parametrize(
-    "shapes, names",
+    ("shapes", "names"),
     [
         ([(12,)], [None]),  # one flat tensor for all
         ([(8,), (4,), (3,)], [None, "0.bias", None]),
@@ -38,6 +38,6 @@ def test_numbers_for_names_that_are_gone_are_refused() -> None:
     flat = P(torch.ones(12))
     optimizer.param_groups[0]["params"] = [flat]
     flat.grad = torch.ones_like(flat)
-    with pytest.raises(ValueError, match="lr_scale has a number for '0.weight', which no parameter is called"):
+    with pytest.raises(ValueError, match=r"lr_scale has a number for '0\.weight', which no parameter is called"):
         optimizer.step()
     assert bool((flat == 1).all())
