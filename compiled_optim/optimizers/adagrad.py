@@ -1,5 +1,7 @@
 """Adagrad."""
 
+from torch import Tensor
+
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper, product, sqrt
 
@@ -16,6 +18,14 @@ class Adagrad(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
     initial_accumulator_value: Number = hyper(default=0.0, ge=0, doc="the first value of the sum of squares.")
     eps: Number = hyper(default=1e-10, ge=0)
     sum = buffer(init="initial_accumulator_value")
+
+    def share_memory(self) -> None:
+        """Move sums and step counts into memory that processes share; torch.optim's moves its sums."""
+        self._engine.current()  # whose step counts lie together
+        for entries in self.state.values():
+            for entry in entries.values():
+                if isinstance(entry, Tensor):
+                    entry.share_memory_()
 
     @staticmethod
     def coefficients(step, lr, lr_decay, weight_decay, eps):

@@ -89,3 +89,27 @@ def test_state_and_step_counts_of_optimizers_that_stepped_are_shared(lowering: s
 def _all_three_steps(made: Any) -> None:
     for optimizer, params in made:
         _three_steps(optimizer, params)
+
+
+@pytest.mark.parametrize("lowering", ["eager", "multi_tensor"])
+@pytest.mark.parametrize("steps", [0, 2])
+def test_adagrad_shares_its_memory(lowering: str, steps: int) -> None:
+    params = _parameters()
+    optimizer = co.Adagrad(params, lowering=lowering)
+    for _ in range(steps):
+        optimizer.step()
+    optimizer.share_memory()
+    context = torch.multiprocessing.get_context("spawn")
+    child = context.Process(target=_three_steps, args=(optimizer, params), daemon=True)
+    child.start()
+    child.join(LIMIT)
+    child.kill()
+    child.join()
+    assert child.exitcode == 0
+    for param in params:
+        assert optimizer.state[param]["step"] == steps + 3
+        assert bool((optimizer.state[param]["sum"] == steps + 3).all())
+    optimizer.step()
+    for param in params:
+        assert optimizer.state[param]["step"] == steps + 4
+        assert bool((optimizer.state[param]["sum"] == steps + 4).all())
