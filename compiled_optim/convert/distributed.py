@@ -2,72 +2,62 @@
 
 A flat key is ``state.NAME.ENTRY`` or ``param_groups.NAME.OPTION``. Both layouts may have a prefix; torchtitan's is
 ``optimizer``. Several processes write flat keys in any order, so ours are written with ``order``, which lists the names in
-each group. The pickled metadata of a folder makes only what describes tensors.
+each group. Folders are read without torch's reader, which takes them at their word.
 """
 
 from __future__ import annotations
 
 import contextlib
-import io
+import math
+import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from compiled_optim.checkpoint.read import named, refuse_foreign
 from compiled_optim.convert.forms import UNORDERED, with_steps
 from compiled_optim.convert.quantized import WRAPPER
-from compiled_optim.convert.torch_files import reason
-from compiled_optim.convert.whole import Keep, Writers, as_bytes, keeper
+from compiled_optim.convert.torch_files import Record, Records, load_item, reason
+from compiled_optim.convert.whole import Keep, Writers, as_bytes, check_regular, keeper
 
 _PLACE = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases|order)(?:\.(.*))?", re.DOTALL)
 _LISTED = ("params", "param_names")
-_FEW = 1 << 20  # bytes; smaller entries are read together
-_OTHERS = {
-    *(("torch", str(dtype).removeprefix("torch.")) for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)),
-    ("torch", "Size"),
+_METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
+_KNOWN = {
+    *((_METADATA, name) for name in ("Metadata", "MetadataIndex", "TensorStorageMetadata", "BytesStorageMetadata")),
+    *((_METADATA, name) for name in ("ChunkStorageMetadata", "TensorProperties", "StorageMeta", "_MEM_FORMAT_ENCODING")),
+    *((_FILES, name) for name in ("_StorageInfo", "_StoragePrefix")),
     ("torch.serialization", "_get_layout"),
-    *(("torch.distributed.checkpoint.filesystem", name) for name in ("_StorageInfo", "_StoragePrefix")),
     ("collections", "OrderedDict"),
 }
+_DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-class _Metadata(pickle.Unpickler):
+class _Metadata(Records):
     def find_class(self, module: str, name: str) -> Any:
-        if module.partition(".")[0] == "pathlib":  # where it was saved, perhaps on another system
-            return PurePosixPath
-        is_known = module == described.__name__ and isinstance(vars(described).get(name), type)
-        if not is_known and (module, name) not in _OTHERS:
+        if (module, name) == ("torch", "Size"):
+            return tuple
+        if (dtype := _DTYPES.get(f"{module}.{name}")) is not None:
+            return dtype
+        if (module, name) not in _KNOWN and module.partition(".")[0] != "pathlib":  # paths say where it was saved
             raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}")
         return super().find_class(module, name)
 
 
-class _Reader(FileSystemReader):
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        with (path / ".metadata").open("rb") as file:
-            self.metadata: described.Metadata = _Metadata(file).load()
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
-        return self.metadata
-
-
-class _Planner(DefaultLoadPlanner):
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        self.state_dict[read_item.dest_index.fqn] = torch.load(value, map_location="cpu", weights_only=True)
+def _state(record: Any, kind: str) -> Any:
+    if not isinstance(record, Record) or type(record).__name__ != kind:
+        raise ValueError(f"the metadata has a {type(record).__name__} where a {kind} must be")
+    return record.state
 
 
 def matches(path: Path) -> bool:
@@ -91,9 +81,8 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         entries = _entries(path, key, scratch)
     except OSError:
         raise
-    except (Exception, CheckpointException) as error:  # whatever a parser meets in arbitrary bytes
-        failure = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-        raise ValueError(f"{path} is damaged, or holds no optimizer ({reason(Exception(failure))})") from error
+    except Exception as error:  # whatever a parser meets in arbitrary bytes
+        raise ValueError(f"{path} is damaged, or holds no optimizer ({reason(error)})") from error
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     lists: dict[int, dict[str, Any]] = {}
     flat: dict[str, dict[str, Any]] = {}
@@ -119,35 +108,87 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
 
 def _entries(path: Path, key: str | None, scratch: Path | None) -> list[tuple[str, str, bool, Any]]:
     """Of each entry its part of the state dict, the rest of its key, whether that is an index of a list, and its value."""
-    reader, keep = _Reader(path), keeper(scratch)
-    places = {name: match for name in reader.metadata.state_dict_metadata if (match := _PLACE.fullmatch(name))}
+    keep = keeper(scratch)
+    with check_regular(path / ".metadata").open("rb") as file:
+        metadata = _state(_Metadata(file).load(), "Metadata")
+    entries, nested = metadata["state_dict_metadata"], metadata.get("planner_data") or {}
+    places = {name: match for name in entries if (match := _PLACE.fullmatch(name))}
     prefixes = {match[1] or "" for match in places.values() if match[2] == "param_groups"}
     if len(prefixes := prefixes & {key} if key is not None else prefixes) != 1:
         found = ", ".join(sorted(map(repr, prefixes))) or "none"
         raise ValueError(f"the keys of an optimizer's groups have one prefix, got {found}; choose by key")
-    names = [name for name, match in places.items() if (match[1] or "") in prefixes]
-    described_as = reader.metadata.state_dict_metadata
-    sizes = {name: _size(described_as[name]) for name in names}
-    values: dict[str, Any] = {}
-    for batch in [[name for name in names if sizes[name] < _FEW], *([name] for name in names if sizes[name] >= _FEW)]:
-        targets = {name: _blank(described_as[name]) for name in batch}
-        with _alone():
-            load(targets, storage_reader=reader, planner=_Planner(False, False), no_dist=True)
-        values |= {name: keep(value) if sizes[name] >= _FEW else value for name, value in targets.items()}
-    nested = reader.metadata.planner_data or {}
+    stored: dict[Any, Mapping[str, Any]] = {}
+    for index, info in metadata["storage_data"].items():
+        own = _state(index, "MetadataIndex")
+        stored[own["fqn"], own.get("offset")] = _state(info, "_StorageInfo")
     return [
-        (places[name][2], places[name][3] or "", any(isinstance(part, int) for part in nested.get(name, ())), values[name])
-        for name in names
+        (
+            match[2],
+            match[3] or "",
+            any(isinstance(part, int) for part in nested.get(name, ())),
+            keep(value) if isinstance(value := _value(path, name, entries[name], stored), Tensor) else value,
+        )
+        for name, match in places.items()
+        if (match[1] or "") in prefixes
     ]
 
 
-def _size(entry: Any) -> int:
-    return entry.size.numel() * entry.properties.dtype.itemsize if isinstance(entry, described.TensorStorageMetadata) else 0
+def _value(path: Path, name: str, entry: Any, stored: Mapping[Any, Mapping[str, Any]]) -> Any:
+    """An entry, read item by item: an object, or the chunks of a tensor, each an archive of torch.save."""
+    if type(entry).__name__ == "BytesStorageMetadata":
+        return _item(path, stored[name, None])
+    own = _state(entry, "TensorStorageMetadata")
+    size, dtype = torch.Size(own["size"]), _state(own["properties"], "TensorProperties")[0]
+    boxes = [_state(chunk, "ChunkStorageMetadata") for chunk in own["chunks"]]
+    chunks = [(torch.Size(box["offsets"]), torch.Size(box["sizes"])) for box in boxes]
+    if not _fill(chunks, size):
+        raise ValueError(f"the chunks of {name!r} do not fill {[*size]} exactly")
+    infos = [stored[name, offsets] for offsets, _ in chunks]
+    if size.numel() * dtype.itemsize > sum({(i["relative_path"], i["offset"]): i["length"] for i in infos}.values()):
+        raise ValueError(f"{name!r} is larger than what is stored of it")
+    whole = torch.empty(size, dtype=dtype) if len(chunks) > 1 else None
+    for (offsets, sizes), info in zip(chunks, infos, strict=True):
+        piece = _item(path, info)
+        if not isinstance(piece, Tensor) or (piece.dtype, piece.shape, piece.layout) != (dtype, sizes, torch.strided):
+            raise ValueError(f"a chunk of {name!r} is not of {dtype} and {[*sizes]}")
+        if whole is None:
+            return piece
+        whole[tuple(map(slice, offsets, map(sum, zip(offsets, sizes, strict=True))))] = piece
+    return whole if whole is not None else torch.empty(size, dtype=dtype)
 
 
-def _blank(entry: Any) -> Any:
-    is_tensor = isinstance(entry, described.TensorStorageMetadata)
-    return torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor else None
+def _item(path: Path, info: Mapping[str, Any]) -> Any:
+    place, offset, length = PurePath(info["relative_path"]), info["offset"], info["length"]
+    if place.is_absolute() or ".." in place.parts:
+        raise ValueError(f"it names {str(place)!r}, outside of the folder")
+    if info.get("transform_descriptors"):
+        raise ValueError(f"{place} was saved with extensions, which are not read")
+    with check_regular(path / place).open("rb") as file:
+        if not 0 <= offset <= offset + length <= os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{place} ends before what it must hold")
+        file.seek(offset)
+        try:
+            return load_item(file.read(length))
+        except Exception as error:
+            raise ValueError(f"{place}: {reason(error)}") from error
+
+
+def _fill(chunks: Iterable[tuple[torch.Size, torch.Size]], size: torch.Size) -> bool:
+    """Whether ``chunks``, each of offsets and sizes, lie in a tensor of ``size``, and are each of its elements once."""
+    boxes = [[*zip(offsets, map(sum, zip(offsets, sizes, strict=True)), strict=True)] for offsets, sizes in chunks]
+    if any(len(box) != len(size) or any(not 0 <= a <= b <= n for (a, b), n in zip(box, size, strict=True)) for box in boxes):
+        return False
+    if sum(math.prod(b - a for a, b in box) for box in boxes) != size.numel():
+        return False
+    boxes = [box for box in boxes if all(a < b for a, b in box)]
+    axis = max(range(len(size)), key=lambda axis: len({box[axis] for box in boxes}), default=0)
+    beside: list[Any] = []  # what reaches the place on the axis with the most cuts, so that few are compared
+    for box in sorted(boxes, key=lambda box: box[axis:]):
+        beside = [other for other in beside if not size or other[axis][1] > box[axis][0]]
+        if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in beside):
+            return False
+        beside.append(box)
+    return True
 
 
 def _grouped(flat: Mapping[str, Mapping[str, Any]], order: Any) -> dict[str, Any]:

@@ -15,14 +15,14 @@ from torch import Tensor
 from compiled_optim.checkpoint.read import group_names, named, refuse_foreign
 from compiled_optim.convert.forms import checked, with_steps
 from compiled_optim.convert.torch_files import reason
-from compiled_optim.convert.whole import Keep, Writers, as_bytes
+from compiled_optim.convert.whole import Keep, Writers, as_bytes, check_regular
 
 
 def matches(path: Path) -> bool:
     """Whether the file begins like one of safetensors: the length of its header, in eight bytes, and a JSON object."""
     if path.is_dir():
         return False
-    with path.open("rb") as file:
+    with check_regular(path).open("rb") as file:
         return file.read(9)[8:] == b"{"
 
 
@@ -73,7 +73,7 @@ def _alone(tensor: Tensor) -> Tensor:
 def read_groups(path: Path) -> dict[str, Any]:
     """A state dict without its state, from the JSON beside a file of safetensors."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(check_regular(path).read_text(encoding="utf-8"))
         return checked({**content, "state": {}} if isinstance(content, dict) else content)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or not the groups of an optimizer ({error})") from error

@@ -4,18 +4,61 @@ from __future__ import annotations
 
 import errno
 import importlib
+import io
+import pickle
 import zipfile
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
 from compiled_optim.convert.forms import listed
-from compiled_optim.convert.whole import Writers
+from compiled_optim.convert.whole import Writers, check_regular
 
 _IS_FOLDER = 0x10  # of the attributes of a file in a zip archive, as MS-DOS has them
+_WIDTHS = {
+    **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8", "QUInt4x2", "QUInt2x4"), 1),
+    **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
+    **dict.fromkeys(("Int", "Float", "QInt32"), 4),
+    **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
+    "ComplexDouble": 16,
+}
+"""Bytes of an element, by the kind of a storage."""
+
+
+class Record:
+    """What a pickle says of an object: the name of its class, its arguments and its state."""
+
+    args: tuple[Any, ...]
+    state: Any
+
+    def __new__(cls, *args: Any) -> Record:
+        record = super().__new__(cls)
+        record.args, record.state = args, None
+        return record
+
+    def __setstate__(self, state: Any) -> None:  # of the class itself too, which so has none that a pickle could set
+        self.state = state
+
+
+class Records(pickle.Unpickler):
+    """Reads a pickle, but makes none of its objects, only a :class:`Record` of each, and a list of the storages."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
+        self.classes: dict[str, type] = {}
+        self.storages: list[tuple[Any, ...]] = []
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "collections":  # the rest of an ordered dict is a dict's
+            return dict
+        return self.classes.setdefault(name, type(name, (Record,), {}))
+
+    def persistent_load(self, pid: Any) -> Any:
+        self.storages.append(pid)
+        return Record()
 
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any:
@@ -26,7 +69,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any
         ValueError: it is damaged, holds objects other than tensors and plain values, or has no entry ``key``.
     """
     try:
-        content = _load(path, is_mapped=scratch is not None)
+        content = _load(check_regular(path), is_mapped=scratch is not None)
     except Exception as error:  # whatever a parser meets in arbitrary bytes
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a damaged archive points outside of itself
             raise
@@ -59,14 +102,36 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
         return load()
 
 
-def _check_archive(path: Path) -> None:
-    """Refuse what torch.load reads: wrong checksums, and records whose memory it leaves unset."""
-    with zipfile.ZipFile(path) as archive:
+def _check_archive(file: Path | IO[bytes]) -> None:
+    """Refuse what torch.load reads, or maps: wrong checksums, and records that are not what they are taken for."""
+    with zipfile.ZipFile(file) as archive:
         if (damaged := archive.testzip()) is not None:
             raise ValueError(f"the checksum of {damaged!r} is wrong")
+        sizes: dict[str, int] = {}
         for record in archive.infolist():
             if record.file_size and (record.external_attr & _IS_FOLDER or not record.compress_size):
                 raise ValueError(f"{record.filename!r} is marked as a folder, or as empty")
+            if record.compress_type != zipfile.ZIP_STORED:
+                raise ValueError(f"{record.filename!r} is compressed; torch.save stores what it writes as it is")
+            if record.filename.lower() in sizes:  # torch looks for names without regard to their case
+                raise ValueError(f"there are two of {record.filename!r}")
+            sizes[record.filename.lower()] = record.file_size
+        root = archive.namelist()[0].partition("/")[0]
+        with archive.open(f"{root}/data.pkl") as pickled:
+            records = Records(pickled)
+            records.load()
+        for _, kind, key, _, count in records.storages:
+            size = sizes[f"{root}/data/{key}".lower()]
+            if count * _WIDTHS[kind.__name__.removesuffix("Storage")] != size:
+                raise ValueError(f"the storage {key!r} does not have the record size of {size} bytes")
+
+
+def load_item(content: bytes) -> Any:
+    """What an archive in memory holds, on the CPU."""
+    file = io.BytesIO(content)
+    _check_archive(file)
+    file.seek(0)
+    return torch.load(file, map_location="cpu", weights_only=True)
 
 
 def _load_opened(path: Path) -> Any:

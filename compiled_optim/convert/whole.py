@@ -43,6 +43,13 @@ def as_bytes(tensor: Tensor) -> Any:
     return tensor.contiguous().resolve_conj().resolve_neg().flatten().view(torch.uint8).numpy()
 
 
+def check_regular(path: Path) -> Path:
+    """Return ``path``, or raise ``ValueError`` if it is there and no file: a device or a pipe may never end."""
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{path} is no regular file")
+    return path
+
+
 def check_replaceable(path: Path, reader: Callable[[Path], object]) -> None:
     """Raise ``ValueError`` unless ``path`` is free, or a file that ``reader`` can read and its owner may write."""
     if not os.path.lexists(path):
@@ -68,7 +75,7 @@ def put(files: Writers) -> None:
     *others, last = files
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=last.parent) as directory:
         new = {path: Path(directory, path.name) for path in files}
-        old = {path: Path(directory, f"{path.name}.old") for path in others if os.path.lexists(path)}
+        old = {path: Path(f"{new[path]}.old") for path in others if os.path.lexists(path)}
         for path, write_to in files.items():
             _write_durably(new[path], write_to, like=path)
         for path, copy in old.items():
@@ -77,10 +84,11 @@ def put(files: Writers) -> None:
             for path in files:
                 os.replace(new[path], path)
         except BaseException:
-            for path in others:
-                path.unlink(missing_ok=True)
-            for path, copy in old.items():
-                os.replace(copy, path)
+            if os.path.lexists(new[last]):  # an interrupt may come after the last was replaced: then all are new
+                for path in others:
+                    path.unlink(missing_ok=True)
+                for path, copy in old.items():
+                    os.replace(copy, path)
             raise
 
 
