@@ -7,13 +7,12 @@ each group. Folders are read without torch's reader, which takes them at their w
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import pickle
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from pathlib import Path, PurePath
 from typing import Any
@@ -239,17 +238,10 @@ def writers(content: dict[str, Any], path: Path) -> Writers:
     return {path: partial(_save, content)}
 
 
-@contextlib.contextmanager
-def _alone() -> Iterator[None]:
-    """No warning that there is one process, which torch gives for ``no_dist`` too."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        yield
-
-
 def _save(content: dict[str, Any], path: Path) -> None:
     try:
-        with _alone():
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # given for no_dist too
             save(content, storage_writer=FileSystemWriter(path), no_dist=True)
     except CheckpointException as error:
         raise OSError(reason(Exception(next(iter(error.failures.values()))[0]))) from error

@@ -43,6 +43,11 @@ class Record:
         self.state = state
 
 
+class _Items(dict[Any, Any]):
+    def __setstate__(self, state: Any) -> None:  # such as a module's state dict has
+        pass
+
+
 class Records(pickle.Unpickler):
     """Reads a pickle, but makes none of its objects, only a :class:`Record` of each, and a list of the storages."""
 
@@ -53,10 +58,11 @@ class Records(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "collections":  # the rest of an ordered dict is a dict's
-            return dict
+            return _Items
         return self.classes.setdefault(name, type(name, (Record,), {}))
 
     def persistent_load(self, pid: Any) -> Any:
+        """Note a storage: its kind, key, device and number of elements."""
         self.storages.append(pid)
         return Record()
 
