@@ -586,11 +586,14 @@ class CompiledOptimizer(Declared, Optimizer):
         return {**super().__getstate__(), **own, "schedules": engine.schedules.functions, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        before = vars(self).get("_engine")
+        before, state = vars(self).get("_engine"), dict(state)
         values: dict[str, Any] = {"lowering": "auto", "aliases": {}, "schedules": {}, "unshown": (), "rules": {}}
         values |= {"max_grad_norm": None, "skip_nonfinite": False, "is_watching": False, "defaults": {}}
         if before is not None:
-            values |= {name: getattr(before, name) for name in ("lowering", "aliases", "defaults")} | before.assigned
+            kept = ("lowering", "aliases", "is_watching", "defaults")
+            values |= {name: getattr(before, name) for name in kept} | before.assigned
+            values["schedules"] = before.schedules.functions
+            state = {"param_groups": before.groups, "state": before.state, **state}  # a part of it leaves the rest
         values |= {name: state.pop(name) for name in [*values] if name in state}
         groups, entries = state.pop("param_groups"), state.pop("state")
         self._begin(values["lowering"])

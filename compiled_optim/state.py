@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import WatchedDict
+from compiled_optim.groups.live import Changes, WatchedDict
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.memory.layout import (
@@ -93,6 +93,10 @@ class OptimizerState(WatchedDict[Any, Any]):
     Under a key that is no tensor somebody may keep anything, at which no step looks. ``names`` are those of every
     :class:`ParamState`.
     """
+
+    def belongs_to(self, changes: Changes) -> bool:
+        """Whether it reports to ``changes``, as all that were the state of one optimizer do."""
+        return self._changes is changes
 
     def _is_watched(self, *key: Any) -> bool:
         return not key or isinstance(key[0], Tensor)

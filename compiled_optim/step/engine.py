@@ -103,6 +103,7 @@ class Engine:
         self.name = ""
         self.is_open = False
         self.changes = Changes()
+        self._state_names: set[str] = set()  # what steps of the rules so far look at in a parameter's state
 
     def begin(self, kind: type[Declared], lowering: str) -> None:
         """Own nothing yet, for an optimizer of this ``kind`` that is being made, or copied."""
@@ -152,12 +153,15 @@ class Engine:
         return list({id(group): group for group in self.groups}.values())
 
     def replace_state(self, values: Mapping[Any, Any]) -> None:
-        """Let the state be ``values``, a mapping of mappings."""
+        """Let the state be ``values``, a mapping of mappings: the object itself where it was the state before."""
         with self.changes.reported():
             self.changes.is_state_handed_out = bool(values)
-            self._state_names = {name for kind in self.kinds for name in kind._state_names()}
-            self.state = OptimizerState(changes=self.changes, names=self._state_names)
+            self._state_names.update(name for kind in self.kinds for name in kind._state_names())
             self.accumulated.forget()
+            if isinstance(values, OptimizerState) and values.belongs_to(self.changes):
+                self.state = values
+                return
+            self.state = OptimizerState(changes=self.changes, names=self._state_names)
             self.state.update(values)
 
     @property
