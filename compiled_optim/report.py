@@ -121,6 +121,7 @@ class CompileReport:
             "Compiled again after the first step: see below.": bool(self.recompiles),
             "Captured again: see below.": bool(self.recaptures),
             "Nothing is compiled: steps are plain torch operations.": self.lowering == "eager",
+            "Not all is compiled: some steps are plain torch operations.": "eager" in self.lowering,
             "The first step will compile.": not (self.steps or self.kernels or self.compiled_step),
             "Good: all is compiled, and nothing was compiled again.": True,
         }

@@ -123,6 +123,7 @@ class StackedLowering(TorchLowering):
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog, *, compiled: bool = True) -> None:
         super().__init__(plan, clipping, log)
         self._compiled = compiled
+        self.name = "stacked" if compiled else "eager"
         positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
         for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
             if member.owner.numel() > 0:
