@@ -100,7 +100,7 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 3140,
+    "": 3145,
     "capture": 1127,
     "checkpoint": 1290,
     "command_line": 1610,
@@ -112,7 +112,7 @@ BUDGET = {
     "plan": 866,
     "rule": 2818,
     "simulated": 716,
-    "step": 2134,
+    "step": 2121,
     "switch": 515,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
