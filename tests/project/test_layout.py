@@ -100,19 +100,19 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 3145,
+    "": 3152,
     "capture": 1127,
-    "checkpoint": 1290,
+    "checkpoint": 1291,
     "command_line": 1610,
     "convert": 1482,
-    "groups": 1280,
+    "groups": 1299,
     "lowering": 5081,
-    "memory": 1236,
-    "optimizers": 1908,
+    "memory": 1282,
+    "optimizers": 1910,
     "plan": 866,
-    "rule": 2818,
+    "rule": 2832,
     "simulated": 716,
-    "step": 2121,
+    "step": 2151,
     "switch": 515,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
