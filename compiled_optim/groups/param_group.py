@@ -30,7 +30,7 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import IGNORED, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
+from compiled_optim.rule.fields import IGNORED, PLAIN, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
@@ -375,9 +375,19 @@ def group_keys(kind: type[Declared]) -> list[str]:
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with declared choices and tuples made :func:`built_in`."""
-    fields = (*kind._fields_of(Choice), *(h for h in kind._fields_of(Hyper) if h.is_tuple))
-    names = {f.name for f in fields if not isinstance(f, Scale)}
-    return {key: built_in(value) if key in names else value for key, value in values.items()}
+    choices, tuples = _containers(kind)
+
+    def own(key: str, value: Any) -> Any:
+        return built_in(value) if key in tuples or (key in choices and not isinstance(value, Tensor)) else value
+
+    return {key: value if type(value) in PLAIN else own(key, value) for key, value in values.items()}
+
+
+@functools.cache
+def _containers(kind: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """The names of declared choices, and of tuples of numbers."""
+    choices = (f for f in kind._fields_of(Choice) if not isinstance(f, Scale))
+    return frozenset(f.name for f in choices), frozenset(h.name for h in kind._fields_of(Hyper) if h.is_tuple)
 
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -262,7 +262,7 @@ class Plan:
 
 
 def _base_of(member: Member) -> Tensor | None:
-    """The tensor of which the step count is a view; what another process shares arrives without it."""
+    """The block that holds the step count, as a tensor. A count that another process shares arrives without its block."""
     step = member.entries["step"]
     if step._base is None and step.device.type == "cpu" and step.is_shared():  # type: ignore[no-untyped-call]
         return step.new_empty(0).set_(step.untyped_storage())

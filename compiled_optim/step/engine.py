@@ -176,7 +176,7 @@ class Engine:
         if self.accumulated.was_on:
             refuse_whole("optimizer accumulation", {name: value})
         before = dict(self.assigned)
-        self._assign({**before, name: built_in(value)})
+        self._assign({**before, name: value if isinstance(value, Tensor) else built_in(value)})
         if name in CHOSEN:
             try:
                 self.follow_clipping()
