@@ -14,7 +14,7 @@ import copy
 import functools
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -220,14 +220,12 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], known: frozenset[str]) -> None:
+def check_state(load: PreparedLoad, known: Collection[str]) -> None:
     """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
-    what fits is taken. ``known`` are the names of entries that an optimizer gives; where the checkpoint is of the
-    parameter's own class, as ``saved_groups`` say, those of that class are.
+    what fits is taken. ``known`` are the names of entries that an optimizer gives.
     """
-    every = known
 
     @functools.cache
     def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
@@ -241,8 +239,6 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], k
         param, live = each.own.key, load.state.get(each.own.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
-        kind = load.groups[each.own.group].kind
-        known = frozenset(kind._state_names()) if _is_of(kind, saved_groups[each.saved.group], each.entries) else every
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: Values = {}
@@ -431,22 +427,6 @@ step_size sum t variance weight_sum z
 """  # that this package's, torch.optim's and optimi's optimizers make in a parameter's state
 
 
-_OPTIONS = """
-adam_wd adjust_lr_fn alpha amsgrad beta2_decay betas centered d0 d_coef dampening eps etas factored_dims history_size
-initial_accumulator_value lambd lr_decay momentum momentum_decay nesterov ns_coefficients ns_steps rho step_sizes
-warmup_steps weight_decay
-"""  # in groups, by which classes are told apart; names that wrappers write too, such as Ranger's k, are not
-
-
-def _is_of(kind: type[Declared], saved: Mapping[str, Any], entries: Mapping[str, Any]) -> bool:
-    """Whether a ``saved`` group and a parameter's ``entries`` are of ``kind``: they have all of it, and no other options."""
-    declaration = kind._declaration
-    has_hypers = {h.name for h in declaration.hypers if not h.when} <= {*saved}
-    has_others = {*saved} & {*_OPTIONS.split()} - {f.name for f in (*declaration.hypers, *declaration.statics)}
-    has_buffers = all([b.when or held_name(b, entries) for b in declaration.buffers])
-    return has_hypers and has_buffers and not has_others and saved.get(RULE, kind.__name__) == kind.__name__
-
-
 def known_names(*kinds: type[Declared]) -> frozenset[str]:
     """The entries of a parameter's state that are an optimizer's: of this package, torch.optim, optimi, or of ``kinds``."""
     return frozenset(_ENTRIES.split()).union(*(kind._state_names() for kind in kinds))
@@ -571,7 +551,7 @@ def prepare_load(
         params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], []), groups, state, params, foreign)
         conflicts = check_groups(load, saved["param_groups"], keep=keep)
-        check_state(load, saved["param_groups"], known)
+        check_state(load, known)
         load.report.mismatched.extend(conflicts)
         theirs = saved["param_groups"]
         if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in theirs]):

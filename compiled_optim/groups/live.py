@@ -145,12 +145,12 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
 
 class WatchedList(list[V], Generic[V]):
-    """A list that reports each write, the first one too; copies, deep copies and pickles are plain lists."""
+    """A list that reports each write; copies, deep copies and pickles are plain lists."""
 
     def __init__(self, changes: Changes, values: Iterable[V]) -> None:
+        super().__init__(values)
         self._changes = changes
-        with self._reported():
-            super().__init__(values)
+        changes.lists = str(next(_writes))
 
     def _reported(self, *index: Any) -> AbstractContextManager[None]:
         return self._changes.reported(is_list=True)

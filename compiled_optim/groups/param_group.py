@@ -233,7 +233,8 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
-        hyper, value = self._hypers.get(key), built_in_entries(self.kind, {key: value})[key]
+        hyper = self._hypers.get(key)
+        value = value if type(value) in PLAIN else built_in_entries(self.kind, {key: value})[key]
         if hyper is None or is_own(hyper, value, self):
             self.set_quietly(key, value)
         else:
@@ -375,19 +376,12 @@ def group_keys(kind: type[Declared]) -> list[str]:
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
     """``values`` with declared choices and tuples made :func:`built_in`."""
-    choices, tuples = _containers(kind)
+    choices, tuples = kind._containers()
 
     def own(key: str, value: Any) -> Any:
         return built_in(value) if key in tuples or (key in choices and not isinstance(value, Tensor)) else value
 
     return {key: value if type(value) in PLAIN else own(key, value) for key, value in values.items()}
-
-
-@functools.cache
-def _containers(kind: Any) -> tuple[frozenset[str], frozenset[str]]:
-    """The names of declared choices, and of tuples of numbers."""
-    choices = (f for f in kind._fields_of(Choice) if not isinstance(f, Scale))
-    return frozenset(f.name for f in choices), frozenset(h.name for h in kind._fields_of(Hyper) if h.is_tuple)
 
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -451,8 +445,9 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     """
     where, given, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}
-    for choice in (c for c in kind._fields_of(Choice) if c.name not in IGNORED):
-        choice.check(group.get(choice.name, choice.default), where)
+    for choice in kind._fields_of(Choice):
+        if choice.name not in IGNORED:
+            choice.check(group.get(choice.name, choice.default), where)
     if absent := [h.name for h in kind._fields_of(Hyper) if h.name not in group]:
         raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
     hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from compiled_optim.rule import fields
-from compiled_optim.rule.fields import Buffer, Fact, Field, Flag, Hyper, Option, Scalar, Scale, Static, Transform
+from compiled_optim.rule.fields import Buffer, Choice, Fact, Field, Flag, Hyper, Option, Scalar, Scale, Static, Transform
 from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
 from compiled_optim.rule.transforms import PARAM, Accumulation, started
 
@@ -196,6 +196,13 @@ class Declared:
     def _fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
         """The fields of one kind, in declared order, of a class that is made."""
         return tuple(f for f in cls._all_fields.values() if isinstance(f, kind))
+
+    @classmethod
+    @functools.cache
+    def _containers(cls) -> tuple[frozenset[str], frozenset[str]]:
+        """The names of choices, and of tuples of numbers: what a group may be given as a container of any type."""
+        choices = (f for f in cls._fields_of(Choice) if not isinstance(f, Scale))
+        return frozenset(f.name for f in choices), frozenset(h.name for h in cls._fields_of(Hyper) if h.is_tuple)
 
     @classmethod
     @functools.cache

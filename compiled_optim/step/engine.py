@@ -156,7 +156,7 @@ class Engine:
         """Let the state be ``values``, a mapping of mappings: the object itself where it was the state before."""
         with self.changes.reported():
             self.changes.is_state_handed_out = bool(values)
-            self._state_names.update(name for kind in self.kinds for name in kind._state_names())
+            self._state_names.update(*[kind._state_names() for kind in self.kinds])
             self.accumulated.forget()
             if isinstance(values, OptimizerState) and values.belongs_to(self.changes):
                 self.state = values
