@@ -48,8 +48,11 @@ class _Items(dict[Any, Any]):
         pass
 
 
-class Records(pickle.Unpickler):
-    """Reads a pickle, but makes none of its objects, only a :class:`Record` of each, and a list of the storages."""
+class Records(pickle._Unpickler):
+    """Reads a pickle, but makes none of its objects, only a :class:`Record` of each, and a list of the storages.
+
+    It is Python's own reader. C's takes memory for as many values as the largest number in the pickle says.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         super().__init__(file)

@@ -289,6 +289,7 @@ def guard_items(owner: object, path: str) -> None:
     ``owner`` is an object that it traced, and ``path`` leads from there to the list, as in ``"step.params"``. Dynamo itself
     guards neither which tensors are an optimizer's nor which parameters are different ones.
     """
+    from torch._dynamo import config
     from torch._dynamo.guards import GuardBuilder, install_guard
     from torch._dynamo.source import AttrSource, ListGetItemSource, OptimizerSource, is_from_optimizer_source
     from torch._dynamo.symbolic_convert import InstructionTranslator
@@ -310,15 +311,20 @@ def guard_items(owner: object, path: str) -> None:
     for index, tensor in enumerate(items):
         item = ListGetItemSource(place, index)
         source: Any = read[tensor].source if tensor in read else item
-        if source is item or is_from_optimizer_source(source):
-            unused.append(source)
+        if is_from_optimizer_source(source):
+            read[tensor].source = source = plain(source)  # so that Dynamo guards where it finds the tensor later
+        if source is item or getattr(source, "base", None) == place:
+            unused.append((tensor, source))
         else:
             install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=item)))
+    if not config.skip_no_tensor_aliasing_guards_on_parameters:
+        return
     known = set(map(id, items))
-    inputs = [arg.source for arg in output.graphargs if type(arg.example) is Parameter and id(arg.example) not in known]
-    others: list[Any] = [source for source in inputs if not is_from_optimizer_source(source)]
-    if others and unused:
-        install_guard(*(source.make_guard(keep_apart) for source in others + unused))
+    inputs = [(arg.example, arg.source) for arg in output.graphargs if id(arg.example) not in known]
+    others = [source for tensor, source in inputs if type(tensor) is Parameter and not is_from_optimizer_source(source)]
+    own = [source for tensor, source in unused if type(tensor) is Parameter]
+    if others and own:
+        install_guard(*(source.make_guard(keep_apart) for source in others + own))
 
 
 def let_compilers_trace(function: Callable[..., Any]) -> None:

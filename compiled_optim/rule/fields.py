@@ -83,7 +83,7 @@ def built_in(value: Any) -> Any:
         return value
     # A tensor of one element is a number that users may write to, and one that is an element must be such.
     if hasattr(value, "tolist") and not (isinstance(value, Tensor) and (value.numel() < 2 or value.is_meta)):
-        value = value.tolist()
+        value = tuple(value.unbind()) if isinstance(value, Tensor) and value.requires_grad else value.tolist()
     if isinstance(value, Mapping):
         return {built_in(key): built_in(each) for key, each in value.items()}
     if isinstance(value, Sequence) and not isinstance(value, (str, bytes)):

@@ -8,6 +8,7 @@ import pickle
 import pickletools
 import random
 import shutil
+import tracemalloc
 import zipfile
 from collections import Counter
 from collections.abc import Callable
@@ -317,3 +318,17 @@ def test_an_interrupt_beside_a_replacement(
     assert path.exists() == beside.exists() == (exists or is_new)
     if path.exists():
         assert _numbers(files.read(path)) == (RIGHT if is_new else _numbers({**old}))
+
+
+def test_a_number_in_a_pickle_takes_no_memory(tmp_path: Path) -> None:
+    file = tmp_path / "in.pt"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.writestr("a/data.pkl", b"\x80\x02}r" + (4_000_000).to_bytes(4, "little") + b".")
+        archive.writestr("a/version", "3\n")
+        archive.writestr("a/byteorder", "little")
+    tracemalloc.start()
+    try:
+        _outcome(file)
+        assert tracemalloc.get_traced_memory()[1] < 16_000_000
+    finally:
+        tracemalloc.stop()

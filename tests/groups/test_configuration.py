@@ -168,3 +168,16 @@ def test_options_of_the_whole_optimizer_are_kept_plain():
     assert (opt.skip_nonfinite, opt.max_grad_norm) == (True, 0.5)
     opt.skip_nonfinite, opt.max_grad_norm = np.bool_(False), np.float64(2)
     assert [type(opt.skip_nonfinite), type(opt.max_grad_norm)] == [bool, float]
+
+
+def test_a_vector_that_requires_a_gradient_passes_it_on() -> None:
+    betas = torch.tensor([0.6, 0.8], dtype=torch.float64, requires_grad=True)
+    param = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = co.AdamW([param], lr=0.1, betas=betas, differentiable=True)
+    weight = param.clone()
+    optimizer.param_groups[0]["params"][0] = weight
+    for _ in range(2):
+        weight.grad = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64) * weight.detach() ** 2
+        optimizer.step()
+    (gradient,) = torch.autograd.grad(weight.sum(), betas)
+    assert gradient.count_nonzero() == 2

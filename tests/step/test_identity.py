@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import COMBINED, required, ruled, stacked
+from catalog import COMBINED, LOWERINGS, required, ruled, stacked
 from new_process import printed_by
 from torch import nn
 from torch._dynamo.utils import counters
@@ -147,7 +147,14 @@ TOLD: dict[str, Callable[[Model, torch.optim.Optimizer], None]] = {
 class Training:
     """A model in training: parameters, gradients and state by name, after each call."""
 
-    def __init__(self, make: Callable[[Model], torch.optim.Optimizer], wrap: Callable[..., Any], *, is_tied: bool) -> None:
+    def __init__(
+        self,
+        make: Callable[[Model], torch.optim.Optimizer],
+        wrap: Callable[..., Any],
+        *,
+        is_tied: bool = False,
+        clears_first: bool = False,
+    ) -> None:
         self.model = Model().to(torch.float64)
         if is_tied:
             self.model.b.bias = self.model.a.bias
@@ -155,10 +162,13 @@ class Training:
         self._first = list(self.model.parameters())  # which may leave the model
 
         def train(x: torch.Tensor) -> torch.Tensor:
+            if clears_first:
+                self.optimizer.zero_grad()
             loss: torch.Tensor = self.model(x).square().mean()
             loss.backward()
             self.optimizer.step()
-            self.optimizer.zero_grad()
+            if not clears_first:
+                self.optimizer.zero_grad()
             return loss.detach()
 
         self._train = wrap(train, self)
@@ -211,6 +221,8 @@ WAYS: dict[str, tuple[str, Callable[..., Any]]] = {
     "whole": ("auto", _whole),
     "whole, eager": ("eager", _whole),
     "whole, inlined": ("inductor", _whole),
+    "whole, cleared first": ("auto", _whole),
+    "whole, inlined, cleared first": ("inductor", _whole),
     "step": ("auto", _in_parts),
     "step, inlined": ("inductor", _in_parts),
     "runner": ("auto", _run),
@@ -227,9 +239,9 @@ def _near(one: Any, two: Any) -> None:
 
 def _pair(way: str, *, is_tied: bool = False) -> tuple[Callable[..., Any], Training, Training]:
     """What wraps the function that trains, and two trainings: one by this package, one by torch.optim."""
-    lowering, wrap = WAYS[way]
-    ours = Training(lambda m: co.AdamW(m.named_parameters(), lowering=lowering, **OPTIONS), wrap, is_tied=is_tied)
-    reference = Training(lambda m: torch.optim.AdamW(m.named_parameters(), **OPTIONS), _eager, is_tied=is_tied)
+    (lowering, wrap), how = WAYS[way], {"is_tied": is_tied, "clears_first": way.endswith("cleared first")}
+    ours = Training(lambda m: co.AdamW(m.named_parameters(), lowering=lowering, **OPTIONS), wrap, **how)
+    reference = Training(lambda m: torch.optim.AdamW(m.named_parameters(), **OPTIONS), _eager, **how)
     return wrap, ours, reference
 
 
@@ -247,8 +259,8 @@ def test_changes_of_what_is_whose(change: str, told: str, way: str) -> None:
     for _ in range(3):
         _near(ours.step(), reference.step())
         _near(ours.seen(), reference.seen())
-    is_uncleared = any(p.grad is not None for p in ours.model.parameters())  # of what the optimizer does not have
-    assert _traces() <= 2 + is_uncleared
+    has_gradients = any(p.grad is not None for p in ours.model.parameters())  # also of what the optimizer does not have
+    assert _traces() <= 2 + has_gradients
 
 
 @pytest.mark.quick
@@ -282,7 +294,7 @@ def test_every_optimizer_trains_what_it_has(optimizer: type[co.CompiledOptimizer
 
         return make
 
-    ours, reference = Training(make(lowering), wrap, is_tied=False), Training(make("eager"), _eager, is_tied=False)
+    ours, reference = Training(make(lowering), wrap), Training(make("eager"), _eager)
     for change in (lambda model: None, _replace, _swap):
         for trained in (ours, reference):
             change(trained.model)
@@ -290,6 +302,31 @@ def test_every_optimizer_trains_what_it_has(optimizer: type[co.CompiledOptimizer
         for _ in range(2):
             torch.testing.assert_close(ours.step(), reference.step(), rtol=1e-6, atol=1e-8)
             torch.testing.assert_close(ours.seen()[:2], reference.seen()[:2], rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("clears_first", [True, False])
+def test_a_plain_tensor_beside_a_model_that_is_not_trained(clears_first: bool, lowering: Any) -> None:
+    model = Model().to(torch.float64).requires_grad_(requires_grad=False)
+    shift, unused = (torch.zeros(6, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    theirs = shift.detach().clone().requires_grad_()
+    ours, reference = co.SGD([shift, unused], lr=0.1, lowering=lowering), torch.optim.SGD([theirs], lr=0.1)
+
+    def train(optimizer: torch.optim.Optimizer, added: torch.Tensor) -> None:
+        if clears_first:
+            optimizer.zero_grad()
+        model(X + added).square().mean().backward()
+        optimizer.step()
+        if not clears_first:
+            optimizer.zero_grad()
+
+    compiled = torch.compile(train, backend="eager", fullgraph=True)
+    for _ in range(3):
+        compiled(ours, shift)
+        train(reference, theirs)
+        _near(shift, theirs)
+    assert _traces() == 1
 
 
 @pytest.mark.quick
