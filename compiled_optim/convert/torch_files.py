@@ -114,8 +114,6 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
 def _check_archive(file: Path | IO[bytes]) -> None:
     """Refuse what torch.load reads, or maps: wrong checksums, and records that are not what they are taken for."""
     with zipfile.ZipFile(file) as archive:
-        if (damaged := archive.testzip()) is not None:
-            raise ValueError(f"the checksum of {damaged!r} is wrong")
         sizes: dict[str, int] = {}
         for record in archive.infolist():
             if record.file_size and (record.external_attr & _IS_FOLDER or not record.compress_size):
@@ -125,6 +123,8 @@ def _check_archive(file: Path | IO[bytes]) -> None:
             if record.filename.lower() in sizes:  # torch looks for names without regard to their case
                 raise ValueError(f"there are two of {record.filename!r}")
             sizes[record.filename.lower()] = record.file_size
+        if (damaged := archive.testzip()) is not None:  # after the sizes: a compressed record may be endless
+            raise ValueError(f"the checksum of {damaged!r} is wrong")
         root = archive.namelist()[0].partition("/")[0]
         with archive.open(f"{root}/data.pkl") as pickled:
             records = Records(pickled)

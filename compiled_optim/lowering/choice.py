@@ -121,7 +121,7 @@ class SquareSums:
                 continue
             lowering.measure()
             if lowering.plan.sharded:
-                total = own.sum()
+                total = own[: lowering.square_sum_count].sum()  # without what an earlier step left in a place of none
                 add_over_shards(total, lowering.plan.params[0])
                 own.zero_()
                 own[0] = total  # of all processes, in one number

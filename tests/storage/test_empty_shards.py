@@ -7,7 +7,7 @@ import functools
 import io
 import itertools
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from two_processes import passed, run
 
 import compiled_optim as co
+from compiled_optim.rule.fields import Static
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -62,10 +63,16 @@ def parameters(shapes: list[tuple[int, ...]], mesh: DeviceMesh | None) -> list[n
 
 
 def made(kind: Any, params: list[nn.Parameter], **options: Any) -> Any:
-    """An optimizer whose first parameter has a group of its own, with a choice of its own."""
+    """An optimizer whose first parameter has a choice of its own, and so is in a plan of its own: of it, some hold nothing.
+
+    Prodigy's groups must agree in their choices.
+    """
     named = [(f"p{i}", p) for i, p in enumerate(params)]
-    other = {"maximize": True} if "maximize" in kind._all_fields else {}
-    return kind([{"params": named[:1], **other}, {"params": named[1:]}], **required(kind), **options)
+    choices = (
+        [] if kind is co.Prodigy else [s.name for s in kind._fields_of(Static) if s.name in ("decouple_lr", "cautious")]
+    )
+    own = dict.fromkeys(choices[:1], True)
+    return kind([{"params": named[:1], **own}, {"params": named[1:]}], **required(kind), **options)
 
 
 def step(optimizer: Any, params: list[nn.Parameter], number: int, *, overflow: bool = False) -> None:
@@ -93,10 +100,10 @@ def kinds(shapes: str) -> list[Any]:
     return [c for c in KINDS if shapes == "matrices" or getattr(c, "_granularity", "") != "matrix"]
 
 
-def steps(directory: Path, *, shapes: str, setting: str, lowering: str) -> None:
-    """Numbers are those of one process, whose sums have another order."""
+def steps(directory: Path, *, shapes: str, setting: str, lowering: str, of: Sequence[Any] = ()) -> None:
+    """Numbers are those of one process, whose sums have another order; ``of`` these optimizers, or all."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for kind in kinds(shapes):
+    for kind in of or kinds(shapes):
         plain, parts = parameters(SHAPES[shapes], None), parameters(SHAPES[shapes], mesh)
         sides = [(made(kind, params, lowering=lowering, **SETTINGS[setting]), params) for params in (plain, parts)]
         for number in range(3):
@@ -157,18 +164,19 @@ CHECKS: dict[str, Callable[[Path], None]] = {
         "-".join(case): functools.partial(steps, **dict(zip(("shapes", "setting", "lowering"), case, strict=True)))
         for case in itertools.product(SHAPES, SETTINGS, ("eager", "multi_tensor"))
     },
+    "few": functools.partial(steps, shapes="vectors", setting="clip", lowering="multi_tensor", of=[co.AdamW]),
     **{f"{shapes}-goes-on": functools.partial(goes_on, shapes=shapes) for shapes in SHAPES},
 }
 
 
-@pytest.fixture(scope="module", params=[2, 4])
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, int]:
     directory = tmp_path_factory.mktemp("empty_shards")
     run(CHECKS, request, directory, request.param)
     return directory, request.param
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.quick
+@pytest.mark.parametrize("check", [c if c == "few" else pytest.param(c, marks=pytest.mark.full) for c in CHECKS])
 def test_on_processes(check: str, ran: tuple[Path, int]) -> None:
     passed(check, *ran)

@@ -29,12 +29,17 @@ from compiled_optim.rule import storage
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def main() -> None:
+def interpret() -> None:
+    """Let steps on a CPU be Triton's kernels, interpreted."""
     quick_interpreter.install()
     convert_bfloat16()
     leave_undefined()
     multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of what is infinite
+
+
+def main() -> None:
+    interpret()
     broken = {
         f"{mode} {name}": broken_promises(mode, dtype) for mode in storage.REMAINDER_BITS for name, dtype in HALVES.items()
     }
