@@ -30,7 +30,7 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import IGNORED, PLAIN, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
+from compiled_optim.rule.fields import IGNORED, BUILT_IN, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
@@ -234,7 +234,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
         hyper = self._hypers.get(key)
-        value = value if type(value) in PLAIN else built_in_entries(self.kind, {key: value})[key]
+        value = value if type(value) in BUILT_IN else built_in_entries(self.kind, {key: value})[key]
         if hyper is None or is_own(hyper, value, self):
             self.set_quietly(key, value)
         else:
@@ -381,7 +381,7 @@ def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[st
     def own(key: str, value: Any) -> Any:
         return built_in(value) if key in tuples or (key in choices and not isinstance(value, Tensor)) else value
 
-    return {key: value if type(value) in PLAIN else own(key, value) for key, value in values.items()}
+    return {key: value if type(value) in BUILT_IN else own(key, value) for key, value in values.items()}
 
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:

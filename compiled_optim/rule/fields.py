@@ -74,12 +74,12 @@ def warn_of_entry(key: str, known: tuple[str, ...], group: str) -> None:
         warnings.warn(f"nothing reads {group}['{key}']; did you mean '{wanted}'?", UserWarning, stacklevel=3)
 
 
-PLAIN = frozenset({bool, int, float, str, type(None)})
+BUILT_IN = frozenset({bool, int, float, str, type(None)})
 
 
 def built_in(value: Any) -> Any:
     """``value`` in Python's own types: any array, sequence or mapping as list, tuple or dict; NumPy's numbers."""
-    if type(value) in (tuple, list) and PLAIN.issuperset(map(type, value)):
+    if type(value) in (tuple, list) and BUILT_IN.issuperset(map(type, value)):
         return value
     # A tensor of one element is a number that users may write to, and one that is an element must be such.
     if hasattr(value, "tolist") and not (isinstance(value, Tensor) and (value.numel() < 2 or value.is_meta)):
