@@ -30,7 +30,7 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import IGNORED, BUILT_IN, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
+from compiled_optim.rule.fields import BUILT_IN, IGNORED, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
