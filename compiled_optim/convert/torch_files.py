@@ -60,6 +60,7 @@ class Records(pickle._Unpickler):
         self.storages: list[tuple[Any, ...]] = []
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return a class of records in the place of any class or function."""
         if module == "collections":  # the rest of an ordered dict is a dict's
             return _Items
         return self.classes.setdefault(name, type(name, (Record,), {}))
