@@ -9,6 +9,7 @@ each process converts its shard.
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -180,10 +181,11 @@ class StateForm(NamedTuple):
     def of_group(
         cls, declaration: Declaration, groups: Sequence[ParamGroup], index: int, loaded: Mapping[str, Any] | None = None
     ) -> Callable[[int], StateForm]:
-        """What returns the form of the parameter at a place in ``groups[index]``, once that has the ``loaded`` numbers."""
+        """What returns the form of the parameter at a place in ``groups[index]``, once that has the ``loaded`` entries."""
         group, numbers, params = groups[index], loaded or {}, groups[index]["params"]
-        statics = {s.name: group.get(s.name, s.default) for s in declaration.statics}
-        statics |= {h.name: h.choice(group[h.name]) for h in declaration.hypers if h.fixed}
+        after = ChainMap(dict(numbers), group) if numbers else group
+        statics = {s.name: after.get(s.name, s.default) for s in declaration.statics}
+        statics |= {h.name: h.choice(after[h.name]) for h in declaration.hypers if h.fixed}
         structural = {n: numbers[n] != 0 if n in numbers else group.nonzero(n) for n in declaration.structural_hypers}
         options = [option for option in declaration.options if option.name in group]
         made: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}

@@ -152,15 +152,15 @@ def load_named_state_dict(
     refuse_foreign(saved, _SEVERAL)
     with _locked(optimizers):
         parts, unexpected = _parts(optimizers, saved)
-        report = LoadReport([], unexpected, [])
+        report = LoadReport([], unexpected, [], [])
         prepared = []
         for index, (label, each) in enumerate(labeled.items()):
             with labeling(label):
                 prepared.append(load := prepare_load(each, parts[index], False, hyperparameters))
             report.missing.extend(load.report.missing)
             report.unexpected.extend(load.report.unexpected)
-            for name in load.report.mismatched:
-                report.mismatched.append(f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name)
+            for of_all, of_one in zip(report[2:], load.report[2:], strict=True):
+                of_all += [f"optimizers[{index}].{name}" if name.startswith("param_groups[") else name for name in of_one]
         if strict:
             kinds = ", ".join(type(each).__name__ for each in optimizers)
             checkpoint.refuse_mismatches(report, checkpoint.STRICTLY.format(kinds))
@@ -354,7 +354,7 @@ def _entries(model: nn.Module, split: Mapping[int, _SplitWeight]) -> dict[str, A
 def _read(entries: Mapping[str, Any], given: Mapping[str, Any], foreign: set[str]) -> dict[str, Tensor]:
     """What of ``given`` goes into the tensors in ``entries``, but for ``foreign`` ones; ``ValueError`` names all misfits."""
     absent, others = [name for name in entries if name not in given], [str(name) for name in given if name not in entries]
-    report = LoadReport(absent, others, [])
+    report = LoadReport(absent, others, [], [])
     values: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     for name, entry in entries.items():

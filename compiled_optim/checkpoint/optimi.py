@@ -87,6 +87,7 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
 
 def _our_group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in _OPTIONS}
+    values |= {"adam_wd": False} if "adam_wd" in group else {}  # which optimi ignores
     by_lr = is_set(group, "decouple_lr", where)
     values |= {"decouple_lr": True} if by_lr else {}
     values |= {"max_lr": group["max_lr"]} if group.get("max_lr") is not None else {}

@@ -137,6 +137,13 @@ def check_memory(tensor: Tensor, what: str) -> None:
 
 FORMAT_VERSION = 1
 
+_FOREIGN_OPTIONS = (
+    *("use_gram_newton_schulz", "gram_newton_schulz_config"),  # Muon of torch after 2.15
+    *("caution", "corrected_weight_decay", "trust_clip", "always_adapt"),  # timm
+    *("weight_decouple", "fixed_decay", "rectify", "degenerated_to_sgd"),  # pytorch_optimizer, AdaBelief
+)
+"""Options of newer versions of torch and of other packages, with which steps are others than here."""
+
 
 def group_names(group: Mapping[str, Any]) -> list[str] | None:
     """The parameter names of one group of a state dict of either form; None where it has none.
@@ -178,6 +185,13 @@ def read(state_dict: Any) -> dict[str, Any]:
     foreign = foreign_state(result)
     states = {key: plain(v, f"the state of {described(key)}") for key, v in result["state"].items() if key not in foreign}
     return {**result, "state": states | foreign}
+
+
+def foreign_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The options of others that are switched on in a group, with which steps are others than here."""
+    is_off = (type(None), bool, int, float)
+    found = {name: group[name] for name in _FOREIGN_OPTIONS if name in group}
+    return {name: value for name, value in found.items() if value or not isinstance(value, is_off)}
 
 
 def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:

@@ -13,6 +13,7 @@ import contextlib
 import copy
 import functools
 import itertools
+import warnings
 from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ from compiled_optim.checkpoint.read import (
     as_tensor,
     check_memory,
     described,
+    foreign_options,
     foreign_state,
     group_names,
     is_set,
@@ -70,6 +72,7 @@ Values: TypeAlias = dict[str, float | Tensor]
 """Entries of a parameter's state by name: numbers of scalars, and of buffers that are filled, and tensors."""
 
 _BY_LR = "decouple_lr"
+_LOADED = ("rounding_seed",)  # the options by parameter that checkpoints decide
 _CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
 
 
@@ -77,13 +80,17 @@ class LoadReport(NamedTuple):
     """The names that a load left out: ``missing`` in the checkpoint, ``unexpected`` in it, or ``mismatched``.
 
     State that belongs to no parameter of the checkpoint is ``unexpected`` too. A parameter that is ``missing``, or has one
-    ``mismatched`` entry, keeps its whole state: in a new optimizer it starts at step 0. A ``mismatched`` hyperparameter
-    keeps the optimizer's value. Entries of hooks and wrappers, whose names no optimizer uses, are loaded and not reported.
+    ``mismatched`` entry, keeps its whole state: in a new optimizer it starts at step 0. A ``mismatched`` hyperparameter or
+    option keeps the optimizer's value. Entries of hooks and wrappers, whose names no optimizer uses, are loaded and not
+    reported.
+
+    ``changed`` names the options of groups that were not as in the checkpoint, and which value holds now. It is no error.
     """
 
     missing: list[str]
     unexpected: list[str]
     mismatched: list[str]
+    changed: list[str] = []
 
 
 @dataclass
@@ -100,10 +107,10 @@ class PreparedLoad:
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
-def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
+def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool, is_own: bool) -> list[str]:
     """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
 
-    With ``keep``, only modes are taken, and nothing else is looked at.
+    With ``keep``, only modes are taken, and nothing else is looked at. ``is_own`` says that this package saved the groups.
 
     Raises:
         ValueError, TypeError: a value cannot be read, or a hyperparameter is none.
@@ -114,7 +121,7 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
     conflicts: list[str] = []
     for index, found in sources.items():
         group, saved = load.groups[index], list(found.values())
-        values, problems = ({}, []) if keep else _group_values(group, saved)
+        values, problems = ({}, []) if keep else _group_values(load, index, saved, is_own=is_own)
         for name in group.kind._modes:
             modes = [g.get(name, True) for g in saved]
             if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
@@ -127,12 +134,15 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
     return conflicts
 
 
-def _group_values(group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
-    """The entries that ``group`` takes from ``saved`` groups, hyperparameters as Python numbers, and what does not fit.
+def _group_values(
+    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], *, is_own: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """The entries that a group takes from ``saved`` groups, hyperparameters as Python numbers, and what does not fit.
 
-    Choices and run-time flags stay as they are. So do a hyperparameter that goes with a choice that only the saved groups
-    made, and ``weight_decay`` where it would mean something else.
+    Run-time flags and what only the constructor decides stay as they are. So does ``weight_decay`` where it would mean
+    something else.
     """
+    group = load.groups[index]
     kind, declaration = group.kind, group.kind._declaration
     hypers = {h.name: h for h in declaration.hypers}
     problems: list[str] = []
@@ -145,31 +155,79 @@ def _group_values(group: ParamGroup, saved: Sequence[Mapping[str, Any]]) -> tupl
         kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
         if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
             problems.append(f"{key} is {described(other)} in the checkpoint")
+    options = _options(load, index, saved, problems, is_own=is_own)
+    after = ChainMap(options, group)
+    for option in [o for o in declaration.options if o.name not in _LOADED]:
+        mine = group.get(option.name, option.default)
+        if others := [g[option.name] for g in saved if not _equal(built_in(g.get(option.name, mine)), mine)]:
+            said = f"{option.name} is {described(others[0])} in the checkpoint, stays {described(mine)}"
+            load.report.changed.append(f"{group.label}: {said}")
+    foreign = {name: value for g in saved for name, value in foreign_options(g).items() if name not in kind._all_fields}
+    problems += [f"the checkpoint's {name}={described(value)} has no counterpart" for name, value in foreign.items()]
     chosen = (*declaration.statics, *declaration.scales, *declaration.options)
-    skipped = {*kind._group_flags, *kind._modes, *[choice.name for choice in chosen], "params", "param_names", RULE}
-    for h in declaration.hypers:
-        if h.when and not group.get(h.when) and any([is_set(g, h.when, group.label) for g in saved]):
-            skipped.add(h.name)
-        if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)]):
-            skipped.add(h.name)
+    skipped = {*kind._group_flags, *kind._modes, *[c.name for c in chosen], "params", "param_names", RULE, *foreign}
     found: dict[str, list[Any]] = {}
     for g in saved:
         for key in g:
             if key not in skipped:
-                found.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key]))
+                found.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key], after))
     differing = [key for key, values in found.items() if len(values) > 1 and not all([_equal(v, values[0]) for v in values])]
     for key in differing:
         problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found[key]))}]")
-    if decays := dict.fromkeys([problem for g in saved for problem in _decay_conflicts(declaration, group, g)]):
+    if decays := dict.fromkeys([problem for g in saved for problem in _decay_conflicts(declaration, group, after, g)]):
         problems += decays
         differing += ["weight_decay", "max_lr"]
-    return {key: values[0] for key, values in found.items() if key not in differing}, problems
+    return options | {key: values[0] for key, values in found.items() if key not in differing}, problems
 
 
-def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping[str, Any]) -> Iterator[str]:
-    """Where ``saved`` decayed weights in another way than ``group``: its ``weight_decay`` would mean something else.
+def _options(
+    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str], *, is_own: bool
+) -> dict[str, Any]:
+    """The options of a group that are others in ``saved`` groups; what it cannot take is added to ``problems``.
 
-    Without any decay on both sides nothing differs.
+    Groups of this package leave out an option that has its default. An option that decides which buffers exist must be
+    the same.
+    """
+    group, found = load.groups[index], dict[str, Any]()
+    declaration = group.kind._declaration
+    defaults = {s.name: s.default for s in declaration.statics if s.init} | {"maximize": False}
+    defaults |= {o.name: o.default for o in declaration.options if o.name in _LOADED}
+    choices = {h.name: h for h in declaration.hypers if h.fixed}
+    either = (group, *saved)
+    defaults |= {n: h.default for n, h in choices.items() if any([h.choice(g.get(n)) is not None for g in either])}
+    for name, default in defaults.items():
+        what = f"{name} of {group.label}"
+        values = [built_in(copied(g[name], what)) if name in g else default for g in saved if name in g or is_own]
+        if values and not all([_equal(value, values[0]) for value in values]):
+            problems.append(f"its parameters were in groups with different {name}: [{', '.join(map(described, values))}]")
+        elif values and not _equal(values[0], group.get(name, default)):
+            found[name] = values[0]
+    if not found:
+        return found
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the constructor gave the advice
+            group.check({**group, **found})
+    except (TypeError, ValueError) as error:
+        problems.append(f"the checkpoint's {', '.join(found)} cannot be taken: {error}")
+        return {}
+    ours = StateForm.of_group(declaration, load.groups, index)
+    for name, value in [*found.items()]:
+        theirs = StateForm.of_group(declaration, load.groups, index, {name: value})
+        if any([ours(j).buffers != theirs(j).buffers for j in range(len(group["params"]))]):
+            problems.append(f"{name}, which decides which state there is, is {described(found.pop(name))} in the checkpoint")
+    for name, value in found.items():
+        was = group.get(name, defaults[name])
+        load.report.changed.append(f"{group.label}: {name} is {described(value)} as in the checkpoint, was {described(was)}")
+    return found
+
+
+def _decay_conflicts(
+    declaration: Declaration, group: ParamGroup, after: Mapping[str, Any], saved: Mapping[str, Any]
+) -> Iterator[str]:
+    """Where ``saved`` decayed weights in another way than ``group`` with the options ``after`` the load.
+
+    Its ``weight_decay`` would mean something else. Without any decay on both sides nothing differs.
     """
     defaults = {s.name: s.default for s in declaration.statics}
     decay = as_number(saved.get("weight_decay", 0.0), f"weight_decay of {group.label}", finite=False)
@@ -179,21 +237,22 @@ def _decay_conflicts(declaration: Declaration, group: ParamGroup, saved: Mapping
     choices = {**defaults, _BY_LR: False, **noted}
     torchs_name, name = DECOUPLED
     is_known = torchs_name not in defaults or saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
-    meanings = [(_BY_LR, choices[_BY_LR], bool(group.get(_BY_LR)))]
-    meanings += [(name, is_decoupled(choices), is_decoupled(group))] if name in defaults and is_known else []
+    meanings = [(_BY_LR, choices[_BY_LR], bool(after.get(_BY_LR)))]
+    meanings += [(name, is_decoupled(choices), is_decoupled(after))] if name in defaults and is_known else []
     for choice, theirs, ours in meanings:
         if theirs != ours:
             meaning = 'whose weight_decay has another meaning; hyperparameters="keep" keeps the optimizer\'s'
             yield f"{choice} is {theirs} in the checkpoint, {meaning}"
 
 
-def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any) -> Any:
+def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any, after: Mapping[str, Any]) -> Any:
     """What ``group`` takes of ``value`` for ``key``: a copy, or Python numbers for a ``hyper``.
 
-    The numbers may be out of range, as a scheduler may have written the last ones.
+    ``after`` are its entries with the options that it takes. The numbers may be out of range, as a scheduler may have
+    written the last ones.
     """
     what = f"{key} of {group.label}"
-    if hyper is None or is_own(hyper, value, group):
+    if hyper is None or is_own(hyper, value, after):
         return copied(value, what)
     given = value if type(value) is float else plain(value, what)
     given = plain(built_in(given), what) if hyper.is_tuple and type(given) is not list else given
@@ -228,11 +287,13 @@ def check_state(load: PreparedLoad, known: Collection[str]) -> None:
     """
 
     @functools.cache
-    def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
+    def of_group(index: int) -> tuple[Values, Callable[[int], StateForm], tuple[Buffer, ...]]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
         declaration = group.kind._declaration
         initial = initial_values(declaration, ChainMap(loaded, group))
-        return initial, StateForm.of_group(declaration, load.groups, index, loaded)
+        has_options = any([static.name in loaded for static in declaration.statics])  # which may give buffers other shapes
+        forms = StateForm.of_group(declaration, load.groups, index, loaded)
+        return initial, forms, declaration.buffers if has_options else ()
 
     problems = load.report.mismatched
     for each in load.params:
@@ -242,15 +303,18 @@ def check_state(load: PreparedLoad, known: Collection[str]) -> None:
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: Values = {}
-        initial, forms = of_group(each.own.group)
+        initial, forms, chosen_anew = of_group(each.own.group)
         try:
             if not (reason := obstacle(param)):
                 form = forms(each.own.index)
+                old = [b.name for b in chosen_anew if b.name in live and tuple(live[b.name].shape) != form.shape_of(b)]
+                live = {key: value for key, value in live.items() if key not in old} if old else live
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
                     values = _values(form, own)
                 if values or (live and param.requires_grad):
                     load.copies += _copies(form, live, each.new, values, initial)
+                each.gone.extend([name for name in old if name not in each.new])
             elif own:
                 raise Unloadable(reason)
         except Unloadable as problem:
@@ -442,8 +506,8 @@ STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands 
 
 def refuse_mismatches(report: LoadReport, demand: str) -> None:
     """Raise ``ValueError``, which begins with the ``demand``, where ``report`` is not empty."""
-    if any(report):
-        parts = [f"{kind}: {', '.join(names)}" for kind, names in zip(report._fields, report, strict=True) if names]
+    left_out = zip(report._fields, report[:3], strict=False)  # what changed is no mismatch
+    if parts := [f"{kind}: {', '.join(names)}" for kind, names in left_out if names]:
         raise ValueError("; ".join([demand, *parts]))
 
 
@@ -549,8 +613,8 @@ def prepare_load(
         foreign = {k: copied(v, f"the state of {described(k)}") for k, v in apart.items() if k not in orphans}
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, known)
-        load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], []), groups, state, params, foreign)
-        conflicts = check_groups(load, saved["param_groups"], keep=keep)
+        load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], [], []), groups, state, params, foreign)
+        conflicts = check_groups(load, saved["param_groups"], keep=keep, is_own="format_version" in given)
         check_state(load, known)
         load.report.mismatched.extend(conflicts)
         theirs = saved["param_groups"]

@@ -211,8 +211,7 @@ def _rules(entries: set[str], group: Mapping[str, Any], form: str) -> list[str]:
     kinds = {name: co.optimizer_info(name) for name in co.list_optimizers() if "." not in name}
     takes = {name: {argument.name for argument in info.arguments} for name, info in kinds.items()}
     takes["adamw"].add(_COUPLED)
-    schedules = {"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"}
-    said = (group.keys() & set[str]().union(*takes.values())) - schedules
+    said = (group.keys() & set[str]().union(*takes.values())) - {"max_lr"}  # which OneCycleLR writes too
     own = {FORM.sub("", name) for name in entries} - _PARTS
     fits = {name: len(takes[name] - said) for name, info in kinds.items() if own <= {*info.states} and said <= takes[name]}
     adams = [name for name in ("adam", "adamw") if name in fits]

@@ -6,6 +6,7 @@ stands.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
@@ -13,9 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.read import check, foreign_state, group_names, named, with_foreign
+import compiled_optim as co
+from compiled_optim.checkpoint.read import check, foreign_options, foreign_state, group_names, named, with_foreign
 from compiled_optim.checkpoint.state_dict import is_orphan, known_names
 from compiled_optim.convert.whole import Keep
+from compiled_optim.groups.param_group import group_keys
 from compiled_optim.rule.storage import INT8, PARTS, scale_name
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -32,7 +35,6 @@ UNORDERED = "unordered"
 _TOP = {"state", "param_groups", "aliases", "format_version", "optimizers", UNORDERED}
 
 _LISTED = ("params", "param_names")
-_SCHEDULED = {"initial_lr", "min_lr", "max_lr", "base_momentum", "max_momentum", "swa_lr"}
 _WITHOUT_EFFECT = {
     *(*_LISTED, "foreach", "fused", "capturable", "differentiable"),
     *("weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"),  # the state's entries tell
@@ -85,13 +87,19 @@ def _plain_tensor(value: Tensor, where: str, keep: Keep) -> Tensor:
 
 
 def check_lossless(state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where state would be lost: it belongs to no parameter, or two parameters are called 1 and "1"."""
+    """Raise ``ValueError`` where something would be lost: state that belongs to no parameter, or an option of others.
+
+    Also where two parameters are called 1 and "1".
+    """
     params = {param for group in state_dict["param_groups"] for param in group["params"]}
     if len({type(param) for param in params}) > 1:
         raise ValueError("the groups list some parameters by name and others by number")
     known, apart = known_names(), foreign_state(state_dict)
     if orphans := [key for key, value in apart.items() if is_orphan(key, value, known)]:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
+    for index, group in enumerate(state_dict["param_groups"]):
+        for key, value in foreign_options(group).items():
+            raise ValueError(f"param_groups[{index}] has {key}={value!r}, which has no counterpart")
 
 
 def check_alone(state_dict: Mapping[str, Any], kept: Collection[Any] = ()) -> None:
@@ -211,17 +219,32 @@ def by_parameter(
 
 
 def held(group: Mapping[str, Any], options: Collection[str], where: str, form: str, *ignored: str) -> dict[str, Any]:
-    """What ``form`` saves of a ``group``: its ``params``, these ``options``, and what schedulers keep.
+    """What ``form`` saves of a ``group``: its ``params``, these ``options``, and what schedulers and users keep.
 
     Raises:
-        ValueError: one of them is not there, or another that changes steps is, and not ``ignored``.
+        ValueError: one of the options is not there, or another that changes steps is, and not ``ignored``.
     """
     if missing := [key for key in options if key not in group]:
         raise ValueError(f"{where} has no {', '.join(missing)}, which {form} needs")
-    for key in group.keys() - _SCHEDULED - _WITHOUT_EFFECT - {*options, *ignored}:
+    others = {key: value for key, value in group.items() if key in declared() and key not in _WITHOUT_EFFECT}
+    for key in others.keys() - {*options, *ignored}:
         if isinstance(value := group[key], Tensor) or value:
             raise ValueError(f"{where} has {key}={value!r}, which has no place in {form}")
-    return {key: value for key, value in group.items() if key in _SCHEDULED or key in options or key in _LISTED}
+    dropped = (declared() | _WITHOUT_EFFECT | {*ignored}) - {*options, *_LISTED}
+    return {key: value for key, value in group.items() if key not in dropped}
+
+
+@functools.cache
+def optimizers() -> list[type[co.CompiledOptimizer]]:
+    """The optimizers of this package."""
+    kinds = [kind for name in co.__all__ if isinstance(kind := getattr(co, name), type)]
+    return [kind for kind in kinds if issubclass(kind, co.CompiledOptimizer)]
+
+
+@functools.cache
+def declared() -> frozenset[str]:
+    """What groups of this package hold; other entries are the users' own, as ``max_lr`` is, which OneCycleLR writes."""
+    return frozenset(key for kind in optimizers() for key in group_keys(kind)) - {"max_lr"}
 
 
 def in_float32(value: Any, where: str, form: str, keep: Keep) -> Tensor:

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-import compiled_optim as co
 from compiled_optim.checkpoint.optimi import from_optimi, to_optimi
 from compiled_optim.checkpoint.read import foreign_state, group_names
-from compiled_optim.convert.forms import indexed
+from compiled_optim.convert.forms import indexed, optimizers
 from compiled_optim.convert.whole import Keep
 from compiled_optim.rule.transforms import DECOUPLED
 
@@ -27,9 +26,7 @@ def theirs(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
             raise ValueError(
                 f"param_groups[{i}] has decoupled_weight_decay=unknown: add it to the group, True for AdamW, False for Adam"
             )
-    kinds = [kind for name in co.__all__ if isinstance(kind := getattr(co, name), type)]
-    optimizers = [kind for kind in kinds if issubclass(kind, co.CompiledOptimizer)]
-    return _converted(lambda content: to_optimi(content, *optimizers), indexed(state_dict), keep)
+    return _converted(lambda content: to_optimi(content, *optimizers()), indexed(state_dict), keep)
 
 
 def _converted(

@@ -232,13 +232,16 @@ class ParamGroup(WatchedDict[str, Any]):
         return {key: self._hypers[key].plain([read(number) for number in self._held(key)]) for key in shown}
 
     def load(self, key: str, value: Any) -> None:
-        """Write a value of a checkpoint, without reporting; into an adopted tensor if that can hold it and is not shared."""
+        """Write a value of a checkpoint; into an adopted tensor if that can hold it and is not shared."""
         hyper = self._hypers.get(key)
         value = value if type(value) in BUILT_IN else built_in_entries(self.kind, {key: value})[key]
-        if hyper is None or is_own(hyper, value, self):
+        taken = None if hyper is None or is_own(hyper, value, self) else self._taken(key, value)
+        if key in self._declaration.structural_entries:
+            self._enter(key, value, taken, is_loaded=True)
+        elif taken is None:
             self.set_quietly(key, value)
         else:
-            self._assign(key, self._taken(key, value), is_loaded=True)
+            self._assign(key, taken, is_loaded=True)
 
     def __setitem__(self, key: str, value: Any) -> None:
         numbers = self._numbers.get(key)
@@ -262,11 +265,22 @@ class ParamGroup(WatchedDict[str, Any]):
         for key, value in values.items():
             if not (key in taken or key in self or key in structural):
                 warn_of_entry(key, (*self._hypers, *structural), self.label)
-            stays_data = key in taken and self._is_entry(key)  # numbers in place of numbers
-            with self._changes.reported() if key in structural and not stays_data else contextlib.nullcontext():
-                self._assign(key, taken[key]) if key in taken else self.set_quietly(key, value)
-            for name in (h.name for h in self._hypers.values() if h.when == key and value):
-                self._show(name, new=True)
+            self._enter(key, value, taken.get(key))
+
+    def _enter(
+        self, key: str, value: Any, taken: list[tuple[float | Tensor, float | Tensor]] | None, *, is_loaded: bool = False
+    ) -> None:
+        """Write an entry, of which ``taken`` are the numbers, and report what shapes the code."""
+        stays_data = taken is not None and self._is_entry(key)  # numbers in place of numbers
+        is_option = key in self._declaration.structural_entries and not stays_data
+        with self._changes.reported() if is_option else contextlib.nullcontext():
+            self.set_quietly(key, value) if taken is None else self._assign(key, taken, is_loaded=is_loaded)
+        for name in (h.name for h in self._hypers.values() if h.when == key and value):
+            self._show(name, new=True)
+
+    def check(self, entries: Mapping[str, Any]) -> None:
+        """Raise what an assignment of these ``entries`` raises, which are all of the group as they would be."""
+        self._check(entries, self)
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
         """Each element of ``value``, whatever its range, and its number as it is now; an error where one is no number."""

@@ -394,7 +394,7 @@ class LBFGSStep(Step):
         self, state_dict: Mapping[str, Any], prepare: Callable[[Mapping[str, Any]], PreparedLoad]
     ) -> PreparedLoad:
         """Check what copies a state dict of torch.optim.LBFGS or of this package; an error where it does not fit."""
-        memory, fresh, state_dict = self._memory, self._new_state(), read(state_dict)
+        memory, state_dict = self._memory, read(state_dict)
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
         params = state_dict["param_groups"][0]["params"]
@@ -405,10 +405,15 @@ class LBFGSStep(Step):
         load = prepare(state_dict)
         if not len(load.params) == len(self._sizes) == len({*params}):
             return load  # the vector is of other parameters
+        size = load.group_values[0].get("history_size", self._group["history_size"])
+        fresh = new_state(size, sum(self._sizes), self._dtype, self.devices[0])
         if own:
             places = [each.saved.index for each in load.params]
             with naming("the state of the checkpoint"):
                 unpack(fresh, own, [sorted(places).index(place) for place in places], self._sizes)
+        if size != self._group["history_size"]:
+            load.params[0].new.update(fresh)
+            return load
         for name, value in fresh.items():
             check_writable(memory[name], f"the optimizer's own {name}", tuple(value.shape), value)
             load.copies.append((memory[name], value))

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from compiled_optim.checkpoint.read import foreign_options
 from compiled_optim.checkpoint.state_dict import copied
 from compiled_optim.groups.param_group import group_keys
 from compiled_optim.groups.parameters import first_three, named_parameters
@@ -195,6 +196,8 @@ def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], i
     names, numbers = group.get("param_names"), {hyper.name for hyper in kind._fields_of(Hyper)}
     params = old["params"] if names is None else [*zip(names, old["params"], strict=True)]
     entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for key, value in foreign_options(entries).items():
+        raise ValueError(f"{key}={value!r} of param_groups[{index}] has no counterpart in {kind.__name__}")
     for made in [static for static in kind._fields_of(Static) if not static.init]:
         if entries.get(made.name, made.default) != made.default:
             raise ValueError(

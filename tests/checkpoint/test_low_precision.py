@@ -257,7 +257,7 @@ class TestAcrossModes:
             for param in model.values():
                 if "master_param" in optimizer.state[param]:
                     optimizer.state[param]["master_param"].copy_(param)
-            assert not any(other.load_state_dict(optimizer.state_dict()))
+            assert not any(other.load_state_dict(optimizer.state_dict())[:3])
 
     @pytest.mark.parametrize("source", PARTS)
     def test_a_model_in_float32_has_the_bits_itself(self, source: str) -> None:
@@ -266,7 +266,7 @@ class TestAcrossModes:
         full = co.full_precision_state_dict(module, optimizer)
         twin = {name: nn.Parameter(full[name].clone()) for name in SHAPES}
         other = _adamw(twin)
-        assert not any(other.load_state_dict(optimizer.state_dict()))
+        assert not any(other.load_state_dict(optimizer.state_dict())[:3])
         assert torch.equal(other.state[twin["rows"]]["exp_avg"], optimizer.state[model["rows"]]["exp_avg"].float())
         with torch.no_grad():
             twin["rows"].view(-1)[7] += 0.001
@@ -328,7 +328,7 @@ class TestCodes:
         optimizer, model = _run(state_dtype="int8")
         twin = _twin(model)
         other = _adamw(twin, state_dtype=torch.float32)
-        assert not any(other.load_state_dict(_by_torch(optimizer.state_dict())))
+        assert not any(other.load_state_dict(_by_torch(optimizer.state_dict()))[:3])
         for name in ("rows", "vector", "images"):
             ours, theirs = optimizer.state[model[name]], other.state[twin[name]]
             assert set(theirs) == {"step", "exp_avg", "exp_avg_sq"}
@@ -430,7 +430,7 @@ class TestNamesOfCodes:
         for change in (lambda saved: saved, _renamed):
             twin = _twin(model)
             runs.append((_adamw(twin, weights="split8", state_dtype=target), twin))
-            assert not any(load(runs[-1][0], change(_by_torch(save(optimizer)))))
+            assert not any(load(runs[-1][0], change(_by_torch(save(optimizer))))[:3])
         _same(*runs)
 
     def test_codes_under_the_names_of_numbers_are_found_in_pickles(self) -> None:

@@ -446,8 +446,8 @@ def test_another_history_size_keeps_the_newest_pairs() -> None:
     saved = _file(optimizer.state_dict())
     newest = torch.stack(saved["state"][0]["old_dirs"][-2:])
     twin = copy.deepcopy(model)
-    small = co.LBFGS(twin.parameters(), max_iter=3, history_size=2)
-    small.load_state_dict(saved)
+    small = co.LBFGS(twin.parameters(), max_iter=3, lr=0.3, history_size=2)
+    small.load_state_dict(saved, hyperparameters="keep")
     optimizer.param_groups[0]["history_size"] = 2
     for _ in range(3):
         for each in (small, optimizer):
