@@ -108,7 +108,9 @@ class TestTorch:
     @pytest.mark.parametrize(
         ("kind", "option"), [(co.Muon, "maximize"), (co.LBFGS, "fixed_iterations")], ids=lambda v: getattr(v, "__name__", v)
     )
-    def test_a_choice_that_torch_lacks_is_kept_by_a_load_of_torchs(self, kind: type[co.CompiledOptimizer], option: str) -> None:
+    def test_a_choice_that_torch_lacks_stays_in_a_load_of_torchs(
+        self, kind: type[co.CompiledOptimizer], option: str
+    ) -> None:
         weight = nn.Parameter(torch.ones(2, 2))
         ours = kind([weight], **{option: True})
         ours.load_state_dict(copy.deepcopy(getattr(torch.optim, kind.__name__)([weight], lr=0.25).state_dict()))
