@@ -544,9 +544,13 @@ class CompiledOptimizer(Declared, Optimizer):
 
         Parameters are matched by name, in any order and grouping, or by position if one side has no names. Prefixes of
         module wrappers are ignored if names stay different without them. A tied parameter is found under each of its names.
-        Parameters without names take the checkpoint's ``param_names``, as in torch.optim. Options such as ``amsgrad`` and
-        ``foreach`` are not loaded. A parameter that the checkpoint lists without state is reset, but a frozen one keeps its
-        state. A step of another thread waits for the load.
+        Parameters without names take the checkpoint's ``param_names``, as in torch.optim. A parameter that the checkpoint
+        lists without state is reset, but a frozen one keeps its state. A step of another thread waits for the load.
+
+        The checkpoint's options of groups count, such as ``nesterov`` and ``maximize``: the report's ``changed`` names those
+        that were others, and compiled steps are renewed once. An option that decides which buffers exist, such as
+        ``amsgrad``, must be the same. ``weights``, ``state_dtype``, ``exclude``, ``stacks``, ``split``, ``lr_scale`` and
+        run-time flags such as ``foreach`` stay as they are.
 
         State that was saved with other ``weights`` and ``state_dtype`` is converted to the optimizer's. Load the model
         first: the extra bits of a weight (remainder, compensation, master copy) are computed from the weight that is there.
@@ -562,7 +566,8 @@ class CompiledOptimizer(Declared, Optimizer):
             hyperparameters: ``"checkpoint"`` takes the checkpoint's values, ``"keep"`` keeps the present ones.
 
         Returns:
-            The names that were missing, unexpected and mismatched; empty lists with ``strict``.
+            The names that were missing, unexpected and mismatched, which are empty lists with ``strict``, and the changed
+            options.
 
         Raises:
             ValueError, TypeError: the checkpoint does not match; the message says where. The optimizer is then unchanged.

@@ -130,7 +130,7 @@ def load_named_state_dict(
         hyperparameters: as for :meth:`CompiledOptimizer.load_state_dict`.
 
     Returns:
-        The names that were missing, unexpected and mismatched, of all optimizers together.
+        The names that were missing, unexpected, mismatched and changed, of all optimizers together.
 
     Raises:
         ValueError, TypeError: a parameter of the optimizer or the checkpoint has no name, or as

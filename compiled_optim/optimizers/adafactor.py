@@ -20,8 +20,7 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
     process has both full vectors.
 
     Parameters of more than two axes are factored over the last two, as in torch.optim. ``factored_dims="largest"`` takes the
-    two largest axes, and the later ones of equal axes: convolutions then have less state. A checkpoint only loads with the
-    choice that it was saved with.
+    two largest axes, and the later ones of equal axes: convolutions then have less state.
     """
 
     lr: Number = hyper(default=1e-2, ge=0, doc="relative step size, at most ``1 / sqrt(step)``.")

@@ -494,6 +494,10 @@ _BNB = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
         ),
         (({**_ZEROS, "step": 1}, {"amsgrad": False}), "optimi", r"param_groups\[0\] has decoupled_weight_decay=unknown"),
         ({"step": 1, **_ZEROS}, "dcp", "the parameters have no names"),
+        *(
+            (({**_ZEROS, "step": 1}, {"caution": True}), to, r"param_groups\[0\] has caution=True, which has no counterpart")
+            for to in WRITTEN
+        ),
     ],
 )
 def test_what_a_form_cannot_hold_is_named(content: Any, to: str, message: str, tmp_path: Path) -> None:
@@ -502,6 +506,17 @@ def test_what_a_form_cannot_hold_is_named(content: Any, to: str, message: str, t
     with pytest.raises(ValueError, match=message):
         convert(tmp_path / "in.pt", _path(tmp_path, "out", to), to)
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
+
+
+@pytest.mark.parametrize("to", [form for form in WRITTEN if form not in ("optimi", "dcp", "named")])
+def test_what_schedulers_and_users_keep_in_groups_stays(to: str, tmp_path: Path) -> None:
+    own = {"initial_lr": 0.1, "max_lr": 0.3, "base_momentum": 0.8, "mine": "x", "caution": False}
+    group = _group(decoupled_weight_decay=True, **own)
+    torch.save({"state": {0: {**_ZEROS, "step": 1}}, "param_groups": [group]}, tmp_path / "in.pt")
+    target = _path(tmp_path, "out", to)
+    convert(tmp_path / "in.pt", target, to)
+    (found,) = read(target)["param_groups"]
+    assert {key: found[key] for key in own} == own
 
 
 def test_steps_by_parameter_do_not_become_steps_by_group(tmp_path: Path) -> None:
