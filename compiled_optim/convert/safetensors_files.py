@@ -73,10 +73,16 @@ def _alone(tensor: Tensor) -> Tensor:
 def read_groups(path: Path) -> dict[str, Any]:
     """A state dict without its state, from the JSON beside a file of safetensors."""
     try:
-        content = json.loads(check_regular(path).read_text(encoding="utf-8"))
+        content = json.loads(check_regular(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
         return checked({**content, "state": {}} if isinstance(content, dict) else content)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or not the groups of an optimizer ({error})") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(entries := dict(pairs)) < len(pairs):
+        raise ValueError("an entry is there twice")
+    return entries
 
 
 def content_of(state_dict: dict[str, Any], keep: Keep) -> tuple[str, dict[str, Tensor]]:
