@@ -11,7 +11,6 @@ The parts are floors of a house: a module imports only from its own floor and fr
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
-    step_file.py         a training step as a file, which other processes load and run without a compiler
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and its rule, functions that define the update
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
@@ -45,7 +44,6 @@ from compiled_optim.state_dicts import (
     optimi_state_dict,
 )
 from compiled_optim.step.numerics import NumericsReport
-from compiled_optim.step_file import load_step, save_step
 from compiled_optim.switch.catalogue import OptimizerInfo, create, list_optimizers, named, optimizer_info
 from compiled_optim.switch.from_torch import from_torch
 
@@ -120,7 +118,6 @@ __all__ = [
     "list_optimizers",
     "load_full_precision_state_dict",
     "load_named_state_dict",
-    "load_step",
     "memory_report",
     "mup",
     "named_state_dict",
@@ -130,7 +127,6 @@ __all__ = [
     "param_groups",
     "prepare_for_gradient_release",
     "remove_gradient_release",
-    "save_step",
     "to_low_precision",
 ]
 

@@ -365,7 +365,7 @@ class CompiledOptimizer(Declared, Optimizer):
             return check_numerics(self._engine)
 
     def as_module(self) -> StepModule:
-        """The step as a module, for training steps that are compiled into a file. An experiment; see ``co.save_step``.
+        """The step as a module, for training steps that torch compiles into a file; see ``tools/recipes/kept_step.py``.
 
         Its buffers are the optimizer's live tensors: state, step counts, hyperparameters and constants. They are named by
         parameter or group, such as ``exp_avg/0-weight`` and ``lr/0/0``. ``forward(params, grads)`` is the step, for code

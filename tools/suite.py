@@ -32,10 +32,10 @@ SENSITIVE = [
     "tests/lowering/test_launches.py",
     "tests/memory/test_addresses.py",
     "tests/memory/test_private_names.py",
-    "tests/step/test_step_files.py",
+    "tests/step/test_module.py",
 ]
 """Files that a few cases of each function run of with every torch: also Triton's compiler, where torch's objects
-lie, and steps as files."""
+lie, and the step as a module."""
 
 
 def pytest(*arguments: str) -> list[str]:

@@ -7,6 +7,7 @@ each group. Folders are read without torch's reader, which takes them at their w
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import pickle
@@ -119,7 +120,9 @@ def _entries(path: Path, key: str | None, scratch: Path | None) -> list[tuple[st
     stored: dict[Any, Mapping[str, Any]] = {}
     for index, info in metadata["storage_data"].items():
         own = _state(index, "MetadataIndex")
-        stored[own["fqn"], own.get("offset")] = _state(info, "_StorageInfo")
+        if (match := places.get(own["fqn"])) and (match[1] or "") in prefixes:
+            stored[own["fqn"], own.get("offset")] = _state(info, "_StorageInfo")
+    _check_apart(path, stored.values())
     return [
         (
             match[2],
@@ -142,8 +145,9 @@ def _value(path: Path, name: str, entry: Any, stored: Mapping[Any, Mapping[str, 
     chunks = [(torch.Size(box["offsets"]), torch.Size(box["sizes"])) for box in boxes]
     if not _fill(chunks, size):
         raise ValueError(f"the chunks of {name!r} do not fill {[*size]} exactly")
+    chunks = [chunk for chunk in chunks if chunk[1].numel()]
     infos = [stored[name, offsets] for offsets, _ in chunks]
-    if size.numel() * dtype.itemsize > sum({(i["relative_path"], i["offset"]): i["length"] for i in infos}.values()):
+    if size.numel() * dtype.itemsize > sum(info["length"] for info in infos):
         raise ValueError(f"{name!r} is larger than what is stored of it")
     whole = torch.empty(size, dtype=dtype) if len(chunks) > 1 else None
     for (offsets, sizes), info in zip(chunks, infos, strict=True):
@@ -156,13 +160,26 @@ def _value(path: Path, name: str, entry: Any, stored: Mapping[Any, Mapping[str, 
     return whole if whole is not None else torch.empty(size, dtype=dtype)
 
 
-def _item(path: Path, info: Mapping[str, Any]) -> Any:
-    place, offset, length = PurePath(info["relative_path"]), info["offset"], info["length"]
+def _file(path: Path, info: Mapping[str, Any]) -> Path:
+    place = PurePath(info["relative_path"])
     if place.is_absolute() or ".." in place.parts:
         raise ValueError(f"it names {str(place)!r}, outside of the folder")
+    return check_regular(path / place)
+
+
+def _check_apart(path: Path, infos: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` where two items share bytes of a file: a small file would say a lot."""
+    files = [(_file(path, info).stat(), info["offset"], info["length"]) for info in infos]
+    spans = sorted((file.st_dev, file.st_ino, offset, length) for file, offset, length in files)
+    if any(a[:2] == b[:2] and a[2] + a[3] > b[2] for a, b in itertools.pairwise(spans)):
+        raise ValueError("two of its items lie in the same place")
+
+
+def _item(path: Path, info: Mapping[str, Any]) -> Any:
+    place, offset, length = PurePath(info["relative_path"]), info["offset"], info["length"]
     if info.get("transform_descriptors"):
         raise ValueError(f"{place} was saved with extensions, which are not read")
-    with check_regular(path / place).open("rb") as file:
+    with _file(path, info).open("rb") as file:
         if not 0 <= offset <= offset + length <= os.fstat(file.fileno()).st_size:
             raise ValueError(f"{place} ends before what it must hold")
         file.seek(offset)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from compiled_optim.checkpoint.optimi import is_optimi
 from compiled_optim.convert import deepspeed, distributed, forms, fused, optimi, quantized, safetensors_files, torch_files
-from compiled_optim.convert.forms import check_alone, check_lossless, checked, listed
+from compiled_optim.convert.forms import check_alone, check_extent, check_lossless, checked, listed
 from compiled_optim.convert.whole import Keep, Writers, check_replaceable, keeper, put
 
 
@@ -126,6 +126,7 @@ def as_it_is(
     if not is_one and key is None and (inner := [each for each in usual if each in content]):
         content, where, is_one = content[inner[0]], f"{path}, under {inner[0]!r}", True
     try:
+        check_extent(content, sum(each.stat().st_size for each in (path, *path.rglob("*")) if each.is_file()))
         return found, checked(content, keeper(scratch))
     except ValueError as error:
         hint = "" if is_one else f"; it holds {listed(content)}: choose by key (--key)"

@@ -28,6 +28,7 @@ _DTYPES = {
 }
 _MAX_DEPTH = 8
 _FEW = 8  # keys that a message lists
+_SLACK = 1 << 17  # entries that are the same ones again
 
 UNORDERED = "unordered"
 """The entry of a state dict whose parameters are perhaps not listed in the model's order."""
@@ -46,6 +47,18 @@ def checked(content: Any, keep: Keep = lambda tensor: tensor) -> dict[str, Any]:
     content = plain(content, "the state dict", _MAX_DEPTH, keep)
     check(content)
     return dict(content)
+
+
+def check_extent(content: Any, most: int) -> None:
+    """Raise ``ValueError`` where ``content`` is more than ``most`` bytes can say, since it has one thing many times."""
+    todo, entries = [content], 0
+    while todo:
+        value = todo.pop()
+        if isinstance(value, (Mapping, list, tuple)):
+            todo += value.values() if isinstance(value, Mapping) else value
+            entries += len(value)
+        if entries > most + _SLACK:
+            raise ValueError("it has the same entries so often that they are more than the file can hold")
 
 
 def plain(value: Any, where: str, depth: int, keep: Keep) -> Any:

@@ -73,10 +73,16 @@ def _alone(tensor: Tensor) -> Tensor:
 def read_groups(path: Path) -> dict[str, Any]:
     """A state dict without its state, from the JSON beside a file of safetensors."""
     try:
-        content = json.loads(check_regular(path).read_text(encoding="utf-8"))
+        content = json.loads(check_regular(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
         return checked({**content, "state": {}} if isinstance(content, dict) else content)
     except (RecursionError, ValueError) as error:
         raise ValueError(f"{path} is damaged, or not the groups of an optimizer ({error})") from error
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    if len(entries := dict(pairs)) < len(pairs):
+        raise ValueError("an entry is there twice")
+    return entries
 
 
 def content_of(state_dict: dict[str, Any], keep: Keep) -> tuple[str, dict[str, Tensor]]:
@@ -86,7 +92,7 @@ def content_of(state_dict: dict[str, Any], keep: Keep) -> tuple[str, dict[str, T
     state_dict = with_steps(named(state_dict) if has_names else state_dict, torch.float64)
     memory: set[int] = set()
     tensors = {
-        _tensor_name(param, entry): _tensor(value, f"the state {entry!r} of {param!r}", memory)
+        _tensor_name(param, entry): _tensor(value, f"the state {entry!r} of {param!r}", memory, keep)
         for param, entries in state_dict["state"].items()
         for entry, value in entries.items()
         if value is not None
@@ -112,7 +118,7 @@ def _tensor_name(param: int | str, entry: int | str) -> str:
     return f"{param}.{entry}"
 
 
-def _tensor(value: Any, where: str, memory: set[int]) -> Tensor:
+def _tensor(value: Any, where: str, memory: set[int], keep: Keep) -> Tensor:
     """``value`` as safetensors can hold it: contiguous, and with memory that is not among the others' ``memory``."""
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64)
@@ -125,7 +131,7 @@ def _tensor(value: Any, where: str, memory: set[int]) -> Tensor:
     is_alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in memory
     memory.add(storage.data_ptr())
     is_plain = value.is_contiguous() and not value.is_neg() and not value.is_conj()
-    return value if is_alone and is_plain else value.clone(memory_format=torch.contiguous_format)
+    return value if is_alone and is_plain else keep(value.clone(memory_format=torch.contiguous_format))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:

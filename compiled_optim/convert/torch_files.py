@@ -104,12 +104,15 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
     else:
         load = partial(_load_opened, path)
     try:
-        return load()
+        content = load()
     except Exception as error:
         if "torchao" not in str(error):
             raise
         _know_torchao()
-        return load()
+        content = load()
+    if not is_zip:
+        _check_storages(path)
+    return content
 
 
 def _check_archive(file: Path | IO[bytes]) -> None:
@@ -124,6 +127,8 @@ def _check_archive(file: Path | IO[bytes]) -> None:
             if record.filename.lower() in sizes:  # torch looks for names without regard to their case
                 raise ValueError(f"there are two of {record.filename!r}")
             sizes[record.filename.lower()] = record.file_size
+        if archive.comment or min(record.header_offset for record in archive.infolist()):
+            raise ValueError("there is something else in it, before or behind the archive")
         if (damaged := archive.testzip()) is not None:  # after the sizes: a compressed record may be endless
             raise ValueError(f"the checksum of {damaged!r} is wrong")
         root = archive.namelist()[0].partition("/")[0]
@@ -134,6 +139,15 @@ def _check_archive(file: Path | IO[bytes]) -> None:
             size = sizes[f"{root}/data/{key}".lower()]
             if count * _WIDTHS[kind.__name__.removesuffix("Storage")] != size:
                 raise ValueError(f"the storage {key!r} does not have the record size of {size} bytes")
+
+
+def _check_storages(path: Path) -> None:
+    """Refuse pickles, the form before archives, that storages do not follow: torch.load leaves their memory unset."""
+    with path.open("rb") as file:
+        parts = [Records(file) for _ in range(5)]
+        *_, keys = [part.load() for part in parts]
+    if missing := {key for _, _, key, *_ in parts[3].storages} - {*keys}:
+        raise ValueError(f"the storage {min(missing)!r} is not in it")
 
 
 def load_item(content: bytes) -> Any:

@@ -12,7 +12,6 @@ import os
 import re
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar, cast
 
@@ -343,25 +342,3 @@ def mend_tracing() -> None:
     from torch._dynamo.variables import ConstantVariable
 
     ConstantVariable.create(None).source = None
-
-
-def compile_to_file(path: str | os.PathLike[str], graph: Any, example: Sequence[Tensor], texts: dict[str, str]) -> None:
-    """Compile a graph of tensors into a file that holds ``texts`` too, each under its name; none if it cannot run."""
-    from torch._inductor import aot_compile
-    from torch.export.pt2_archive._package import package_pt2
-
-    with tempfile.TemporaryDirectory(dir=os.path.dirname(os.path.abspath(path))) as folder:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # torch 2.13 copies its descriptions of arguments, which warn
-            files: Any = aot_compile(graph, tuple(example), options={"aot_inductor.package": True})
-        package = str(package_pt2(os.path.join(folder, "code.pt2"), aoti_files=files, extra_files=texts))
-        devices = {tensor.get_device() for tensor in example if tensor.is_cuda}
-        with torch.random.fork_rng(devices), torch.no_grad():
-            load_compiled_file(package)([tensor.clone() for tensor in example])
-        os.replace(package, path)
-
-
-def load_compiled_file(path: str | os.PathLike[str]) -> Callable[[list[Tensor]], list[Tensor]]:
-    """The function in a file of :func:`compile_to_file`. ``torch._inductor.aoti_load_package`` asks the compiler first."""
-    code = torch._C._aoti.AOTIModelPackageLoader(os.fspath(path), "model", False, 1, -1)
-    return cast("Callable[[list[Tensor]], list[Tensor]]", code.run)

@@ -76,10 +76,6 @@ class StepModule(nn.Module):
         self.check()
         yield from super().named_buffers(*args, **kwargs)
 
-    def written(self) -> list[Tensor]:
-        """The buffers that a step writes: state, counts and what it tells, but no hyperparameter."""
-        return [getattr(self, name) for name in self._rows[0]]
-
     @called_while_tracing
     def _check_unchanged(self) -> None:
         self.present()

@@ -779,28 +779,3 @@ def test_gradient_release(cap: float | None, captured: bool) -> None:
         twin.optimizer.zero_grad()
         assert_equal(ours, twin, i)
     assert co.compile_report(ours.optimizer).replays == (STEPS - 2 if captured else 0)
-
-
-def test_a_training_step_as_a_file(tmp_path: Path) -> None:
-    """It goes on where another process could: with other tensors, and numbers that changed since."""
-    first = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 2)).to(DEVICE)
-    models = [first, copy.deepcopy(first), copy.deepcopy(first)]
-    made, loaded, eager = (co.AdamW(m.parameters(), lr=0.05, max_grad_norm=0.5, lowering="inductor") for m in models)
-    x = torch.linspace(-1, 1, 24, device=DEVICE).view(6, 4)
-
-    def loss_of(model: nn.Module, x: Tensor) -> Tensor:
-        return model(x).square().mean()
-
-    co.save_step(tmp_path / "step", loss_of, models[0], made, x)
-    train = co.load_step(tmp_path / "step", models[1], loaded)
-    for i in range(5):
-        for optimizer in (loaded, eager):
-            optimizer.param_groups[0]["lr"] = 0.05 / (1 + i)
-        loss = train(x)
-        twin = loss_of(models[2], x)
-        twin.backward()
-        eager.step()
-        eager.zero_grad()
-        torch.testing.assert_close(loss, twin.detach(), rtol=1e-4, atol=1e-5)
-    for p, q in zip(models[1].parameters(), models[2].parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-3, atol=1e-5)

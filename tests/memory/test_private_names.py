@@ -23,13 +23,11 @@ IN_ONE_PLACE = [Path(module.__file__) for module in (torch_compiler, torch_inter
 
 ELSEWHERE = {
     ("torch.utils._pytree", "capture/run_function.py"),
-    ("torch.utils._pytree", "step_file.py"),
     ("torch.nn.modules.conv._ConvNd", "model.py"),
 }
 """Names that other modules use: a module without a public name, and what all classes of convolutions derive from."""
 
 ATTRIBUTES: dict[str, Any] = {
-    "_backward_hooks": torch.Tensor,
     "_cdata": torch.Tensor,
     "_indices": torch.Tensor,
     "_is_zerotensor": torch.Tensor,

@@ -34,7 +34,7 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer", "model"},
-    {"optimizers", "release", "report", "state_dicts", "step_file"},
+    {"optimizers", "release", "report", "state_dicts"},
     {"capture", "explain", "simulated"},
     {"switch"},
     {"convert"},
@@ -100,19 +100,19 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 3152,
+    "": 2911,
     "capture": 1127,
     "checkpoint": 1271,
     "command_line": 1610,
-    "convert": 1486,
+    "convert": 1539,
     "groups": 1304,
     "lowering": 5081,
-    "memory": 1288,
+    "memory": 1265,
     "optimizers": 1910,
     "plan": 866,
     "rule": 2844,
     "simulated": 716,
-    "step": 2151,
+    "step": 2147,
     "switch": 515,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""

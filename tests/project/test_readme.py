@@ -32,7 +32,7 @@ def _name(readme: Path) -> str:
 
 def _blocks() -> list[Any]:
     return [
-        pytest.param(block, id=f"{_name(readme)}-{number}", marks=[pytest.mark.full] * ("co.save_step" in block))
+        pytest.param(block, id=f"{_name(readme)}-{number}")
         for readme in READMES
         for number, block in enumerate(CODE.findall(readme.read_text()), 1)
     ]

@@ -92,13 +92,6 @@ def functions(model: Model) -> None:
         loss: Tensor = model.layer(batch)
         return loss
 
-    def loss_of(model: Model, x: Tensor) -> Tensor:
-        loss: Tensor = model.layer(x).sum()
-        return loss
-
-    step = co.save_step("step.pt2", loss_of, model, optimizer, torch.ones(4))
-    assert_type(co.load_step("step.pt2", model, optimizer)(torch.ones(4)), Tensor)
-    assert_type(step(torch.ones(4)), Tensor)
     runner = co.CUDAGraphRunner(train, optimizers=optimizer)
     runner(torch.ones(4))
     live = torch.optim.Adam(model.parameters())
