@@ -614,7 +614,7 @@ def _new_value(name: str, entry: Tensor, seed: int) -> Tensor:
 
 
 def _is_differing(side: Side, index: int, name: str) -> bool:
-    """Whether a docstring says that an entry which is changed alone has another effect: RMSprop's variance may be negative."""
+    """Whether an entry that is changed alone has another effect, as a docstring says: RMSprop has no negative variance."""
     return isinstance(side.optimizer, torch.optim.RMSprop) and "grad_avg" in side.optimizer.state[side.params[index]]
 
 
