@@ -177,7 +177,7 @@ def hyper(side: Side, random: Random) -> tuple[int, str]:
 def assign(side: Side, random: Random) -> Do | None:
     index, name = hyper(side, random)
     group = side.optimizer.param_groups[index]
-    value, how = number(name, random), random.choice(("assign", "update", "multiply"))
+    value, how = number(name, random), random.choice(("assign", "update", "unite", "multiply"))
     if name in ("momentum", "weight_decay") and random.random() < 0.3:
         value = 0
     if name == "momentum" and not value and isinstance(side.optimizer, torch.optim.RMSprop):
@@ -191,6 +191,8 @@ def assign(side: Side, random: Random) -> Do | None:
         group = side.optimizer.param_groups[index]
         if how == "assign":
             group[name] = value
+        elif how == "unite":
+            group |= {name: value}
         elif how == "update" or isinstance(value, tuple):
             group.update({name: value})
         else:
@@ -305,7 +307,10 @@ def _tell(side: Side, old: nn.Parameter, new: nn.Parameter, how: str) -> None:
     for group in side.optimizer.param_groups:
         if how == "list":
             group["params"] = [new if p is old else p for p in group["params"]]
+        elif how == "tuple":
+            group["params"] = tuple(new if p is old else p for p in group["params"])
         elif how == "item":
+            group["params"] = [*group["params"]] if isinstance(group["params"], tuple) else group["params"]
             for i, p in enumerate(group["params"]):
                 if p is old:
                     group["params"][i] = new
@@ -322,7 +327,7 @@ def replace(side: Side, random: Random) -> Do | None:
     shape: Any = tuple(getattr(side.model, name).shape)
     if random.random() < 0.3:
         shape = random.choice(side.model.shapes)
-    value, how = drawn(shape, random).data, random.choice(("list", "item", "not told"))
+    value, how = drawn(shape, random).data, random.choice(("list", "tuple", "item", "not told"))
     keeps_state = how != "not told" and shape == tuple(getattr(side.model, name).shape) and random.random() < 0.4
     keeps_state &= getattr(side.model, name) in side.optimizer.state
 
@@ -427,7 +432,7 @@ def move_to_another_group(side: Side, random: Random) -> Do | None:
         param, groups = side.params[index], side.optimizer.param_groups
         for group in groups:
             kept = [p for p in group["params"] if p is not param]
-            if in_place:
+            if in_place and isinstance(group["params"], list):
                 group["params"][:] = kept
             else:
                 group["params"] = kept
@@ -435,6 +440,19 @@ def move_to_another_group(side: Side, random: Random) -> Do | None:
             groups[target]["params"].append(param)
         else:
             groups[target]["params"] = [*groups[target]["params"], param]
+
+    return do
+
+
+def reorder_parameters(side: Side, random: Random) -> Do:
+    index, in_place = random.randrange(len(side.optimizer.param_groups)), random.random() < 0.5
+
+    def do(side: Side) -> None:
+        group = side.optimizer.param_groups[index]
+        if in_place and isinstance(group["params"], list):
+            group["params"].reverse()
+        else:
+            group["params"] = group["params"][::-1]
 
     return do
 
@@ -673,15 +691,36 @@ def delete_state(side: Side, random: Random) -> Do | None:
     found = [side.index(p) for p, s in side.optimizer.state.items() if isinstance(p, Tensor) and s.get("step", 1)]
     if not found:
         return None  # state that no step has used may be there or not
-    index, how = random.choice(found), random.choice(("del", "pop", "clear"))
+    index, how = random.choice(found), random.choice(("del", "pop", "empty", "clear"))
 
     def do(side: Side) -> None:
         if how == "clear":
             side.optimizer.state.clear()
+        elif how == "empty":
+            side.optimizer.state[side.params[index]].clear()
         elif how == "pop":
             side.optimizer.state.pop(side.params[index])
         else:
             del side.optimizer.state[side.params[index]]
+
+    return do
+
+
+def forget_momentum(side: Side, random: Random) -> Do | None:
+    """Of SGD, which then begins anew."""
+    found = [side.index(p) for p, s in side.optimizer.state.items() if s.get("momentum_buffer") is not None]
+    if not found or not isinstance(side.optimizer, torch.optim.SGD):
+        return None
+    if any(group["dampening"] for group in side.optimizer.param_groups):
+        return None  # the docstring says what differs
+    index, how = random.choice(found), random.choice(("None", "pop"))
+
+    def do(side: Side) -> None:
+        entries = side.optimizer.state[side.params[index]]
+        if how == "None":
+            entries["momentum_buffer"] = None
+        else:
+            entries.pop("momentum_buffer")
 
     return do
 
@@ -837,6 +876,7 @@ ACTIONS: list[Callable[[Side, Random], Do | None]] = [
     tie,
     remove,
     move_to_another_group,
+    reorder_parameters,
     add_a_group,
     remove_a_group,
     freeze_or_unfreeze,
@@ -849,6 +889,7 @@ ACTIONS: list[Callable[[Side, Random], Do | None]] = [
     assign_all_state,
     exchange_state,
     delete_state,
+    forget_momentum,
     write_an_own_entry,
     load_into_itself,
     load_into_a_fresh_one,
