@@ -286,12 +286,10 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
 def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> Values:
     """What of ``saved`` to copy into the state of a parameter: everything that it needs.
 
-    A buffer may be there without need, from when a hyperparameter was not 0, or an option that ``saved_group`` has as False
-    was True. The part of a weight may be absent. Another entry that is absent, or one that is not what it must be, is
-    :class:`Unloadable`.
+    A buffer may be there without need, left by a hyperparameter that was not 0 or an option that ``saved_group`` has no more.
+    The part of a weight may be absent. Another entry that is absent, or not what it must be, is :class:`Unloadable`.
     """
-    declaration = form.declaration
-    scalars, needed = declaration.scalar_names, form.buffers
+    declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
     values: Values = {name: as_number(saved[name], name) for name in scalars}
