@@ -286,7 +286,7 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
 def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> Values:
     """What of ``saved`` to copy into the state of a parameter: everything that it needs.
 
-    A buffer may be there without need, left by a hyperparameter that was not 0 or an option that ``saved_group`` has no more.
+    A buffer may be there without need, left by a hyperparameter that was not 0 or an option that is off in ``saved_group``.
     The part of a weight may be absent. Another entry that is absent, or not what it must be, is :class:`Unloadable`.
     """
     declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
