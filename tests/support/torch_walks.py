@@ -130,6 +130,10 @@ class Side:
     def groups(self) -> list[list[int]]:
         return [[self.index(p) for p in group["params"]] for group in self.optimizer.param_groups]
 
+    def stepped(self) -> list[nn.Parameter]:
+        """The parameters with state that a step has used. Other state may be there or not, as the README says."""
+        return [p for p, s in self.optimizer.state.items() if isinstance(p, Tensor) and s and s.get("step", 1)]
+
     def own(self) -> list[int]:
         """The parameters that the optimizer has."""
         return [i for group in self.groups() for i in group]
@@ -329,7 +333,7 @@ def replace(side: Side, random: Random) -> Do | None:
         shape = random.choice(side.model.shapes)
     value, how = drawn(shape, random).data, random.choice(("list", "tuple", "item", "not told"))
     keeps_state = how != "not told" and shape == tuple(getattr(side.model, name).shape) and random.random() < 0.4
-    keeps_state &= getattr(side.model, name) in side.optimizer.state
+    keeps_state &= any(p is getattr(side.model, name) for p in side.stepped())
 
     def do(side: Side) -> None:
         old, new = getattr(side.model, name), side.added(nn.Parameter(value.clone()))
@@ -619,9 +623,9 @@ def _entry(side: Side, random: Random) -> tuple[int, str] | None:
     """A tensor in the state of a parameter."""
     found = [
         (side.index(p), name)
-        for p, entries in side.optimizer.state.items()
-        for name, entry in entries.items()
-        if isinstance(entry, Tensor) and isinstance(p, Tensor) and not name.startswith("my_")
+        for p in side.stepped()
+        for name, entry in side.optimizer.state[p].items()
+        if isinstance(entry, Tensor) and not name.startswith("my_")
     ]
     return random.choice(found) if found else None
 
@@ -674,7 +678,7 @@ def assign_all_state(side: Side, random: Random) -> Do:
 
 def exchange_state(side: Side, random: Random) -> Do | None:
     """Of two parameters of one shape."""
-    found = [p for p, s in side.optimizer.state.items() if isinstance(p, Tensor) and s]
+    found = side.stepped()
     pairs = [(side.index(p), side.index(q)) for p in found for q in found if p is not q and p.shape == q.shape]
     if not pairs:
         return None
@@ -688,9 +692,9 @@ def exchange_state(side: Side, random: Random) -> Do | None:
 
 
 def delete_state(side: Side, random: Random) -> Do | None:
-    found = [side.index(p) for p, s in side.optimizer.state.items() if isinstance(p, Tensor) and s.get("step", 1)]
+    found = [side.index(p) for p in side.stepped()]
     if not found:
-        return None  # state that no step has used may be there or not
+        return None
     index, how = random.choice(found), random.choice(("del", "pop", "empty", "clear"))
 
     def do(side: Side) -> None:
@@ -726,7 +730,7 @@ def forget_momentum(side: Side, random: Random) -> Do | None:
 
 
 def write_an_own_entry(side: Side, random: Random) -> Do | None:
-    found = [side.index(p) for p, s in side.optimizer.state.items() if isinstance(p, Tensor) and s]
+    found = [side.index(p) for p in side.stepped()]
     if not found:
         return None
     index, value = random.choice(found), random.choice((7, (1, 2), torch.ones(2, dtype=torch.float64)))
