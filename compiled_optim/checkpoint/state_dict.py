@@ -279,7 +279,7 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def check_state(load: PreparedLoad, known: Collection[str]) -> None:
+def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> None:
     """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
@@ -311,7 +311,7 @@ def check_state(load: PreparedLoad, known: Collection[str]) -> None:
                 live = {key: value for key, value in live.items() if key not in old} if old else live
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
-                    values = _values(form, own)
+                    values = _values(form, own, saved_groups[each.saved.group])
                 if values or (live and param.requires_grad):
                     load.copies += _copies(form, live, each.new, values, initial)
                 each.gone.extend([name for name in old if name not in each.new])
@@ -347,21 +347,21 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
     return copy.deepcopy(value)
 
 
-def _values(form: StateForm, saved: Mapping[str, Any]) -> Values:
+def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> Values:
     """What of ``saved`` to copy into the state of a parameter: everything that it needs.
 
-    A buffer that a hyperparameter other than 0 makes necessary may be there without need, from when that was not 0. The part
-    of a weight may be absent. Another entry that is absent, or one that is not what it must be, is :class:`Unloadable`.
+    A buffer may be there without need, left by a hyperparameter that was not 0 or an option that is off in ``saved_group``.
+    The part of a weight may be absent. Another entry that is absent, or not what it must be, is :class:`Unloadable`.
     """
-    declaration = form.declaration
-    scalars, needed = declaration.scalar_names, form.buffers
+    declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
     values: Values = {name: as_number(saved[name], name) for name in scalars}
     if values.get("step", 0) < 0:
         raise Unloadable(f"step is {values['step']}")
     for b in declaration.buffers:
-        if b.name in saved and (b.name in needed or b.when in declaration.structural_hypers):
+        is_left = isinstance(b.when, str) and (b.when in declaration.structural_hypers or saved_group.get(b.when) is False)
+        if b.name in saved and (b.name in needed or is_left):
             values[b.name] = as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
     return values
 
@@ -615,7 +615,7 @@ def prepare_load(
         params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], [], []), groups, state, params, foreign)
         conflicts = check_groups(load, saved["param_groups"], keep=keep, is_own="format_version" in given)
-        check_state(load, known)
+        check_state(load, saved["param_groups"], known)
         load.report.mismatched.extend(conflicts)
         theirs = saved["param_groups"]
         if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in theirs]):

@@ -9,7 +9,7 @@ class SGD(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
 
     The first step ignores ``dampening``, as in torch.optim. Differs from torch.optim.SGD: gradients must be dense, and the
     state also holds ``step``. While an in-place write keeps ``momentum`` at 0, the buffer is the gradient; torch.optim
-    leaves it as it was. If ``momentum`` is raised from 0 during a run, ``dampening`` applies at once.
+    leaves it as it was. If ``momentum`` is raised from 0 in a run, or the buffer is removed, ``dampening`` applies at once.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: the step is this number times the direction.")

@@ -51,7 +51,38 @@ def _copied(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return copy.deepcopy(optimizer.state_dict())
 
 
+def _with_a_choice_of_buffers() -> list[tuple[type[co.CompiledOptimizer], str]]:
+    """Every optimizer of torch.optim's with an option that decides which buffers it has."""
+    found = {}
+    for kind in (c for c in registry() if hasattr(torch.optim, c.__name__) and hasattr(c, "_declaration")):
+        options = {static.name for static in kind._declaration.statics}
+        found |= {(kind, b.when): None for b in kind._declaration.buffers if b.when in options}
+    return [*found]
+
+
 class TestTorch:
+    @pytest.mark.quick
+    @pytest.mark.parametrize("into", ["itself", "a fresh one", "torch's"])
+    @pytest.mark.parametrize(("kind", "option"), _with_a_choice_of_buffers())
+    def test_what_an_option_that_was_taken_back_left(self, kind: type[co.CompiledOptimizer], option: str, into: str) -> None:
+        """It is loaded, and goes on where the option is chosen again."""
+        theirs = getattr(torch.optim, kind.__name__)
+        sides = []
+        for make in (kind, theirs):
+            model = _model()
+            optimizer = make([*model.items()], lr=0.03, eps=0.1, **{option: True})
+            _train(optimizer, model, range(2))
+            optimizer.param_groups[0][option] = False
+            _train(optimizer, model, range(2, 4))
+            saved = _copied(optimizer)
+            if into != "itself":
+                optimizer = (kind if into == "a fresh one" else theirs)([*model.items()], lr=0.5)
+            optimizer.load_state_dict(saved)
+            _train(optimizer, model, range(4, 6))
+            optimizer.param_groups[0][option] = True
+            sides.append((optimizer, model))
+        _same_future(*sides, 1e-12)
+
     @pytest.mark.parametrize("flags", [{}, {"foreach": True}, {"fused": True}, {"foreach": False}], ids=str)
     @pytest.mark.parametrize(
         "step", [torch.tensor, float, int, lambda n: torch.tensor([n])], ids=["tensor", "float", "int", "vector"]

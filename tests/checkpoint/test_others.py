@@ -208,7 +208,12 @@ class TestInAParametersState:
 
     @pytest.mark.parametrize(
         ("source", "options", "target"),
-        [(co.Adam, {}, co.RMSprop), (co.NAdam, {}, co.RAdam), (co.Rprop, {}, co.SGD), (co.Adam, {"amsgrad": True}, co.Adam)],
+        [
+            (co.Adam, {}, co.RMSprop),
+            (co.NAdam, {}, co.RAdam),
+            (co.Rprop, {}, co.SGD),
+            (co.Adam, {"amsgrad": True}, co.NAdam),
+        ],
         ids=str,
     )
     def test_another_optimizers_is_not_somebodys(self, source: Any, options: Any, target: Any) -> None:
