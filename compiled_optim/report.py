@@ -60,7 +60,7 @@ class CompileReport:
         kernels: the keys of the kernels its step calls.
         compilations: the kernels that were compiled or loaded for it, in order, with their seconds. Kernels that the process
             already had are not listed.
-        fallbacks: why anything runs uncompiled.
+        fallbacks: why anything runs uncompiled, or Inductor compiles it.
         captures: why each CUDA graph of a ``co.CUDAGraphRunner`` or of torch.compile was captured; "" for a first one.
         replays: how often these graphs were replayed.
         table_refreshes: how often a kernel's table of addresses was written again. That compiles nothing.
