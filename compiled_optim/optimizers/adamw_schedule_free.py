@@ -13,7 +13,7 @@ class AdamWScheduleFree(ViewedOptimizer):
 
     As in the paper, a step's rate is ``lr`` times the bias correction ``sqrt(1 - betas[1]**step)``. Weight decay takes this
     rate, the step's weight in the average is its square, and ``eps`` is added to the root of the uncorrected squares.
-    Differs from the authors' package: that corrects the squares alone, and a weight is the square of the largest rate so far.
+    Differs from the authors' package: that corrects the squares alone, and a weight is the largest rate so far, squared.
 
     With 16-bit parameters, pass ``state_dtype={"z": torch.float32}`` and ``weights``.
     """

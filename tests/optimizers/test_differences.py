@@ -39,6 +39,22 @@ def test_every_named_difference_is_here() -> None:
     assert {cls.__name__ for cls in registry() if WORDS.search(" ".join((cls.__doc__ or "").split()))} == TESTS.keys()
 
 
+SENTENCES = [
+    (co.AdamWScheduleFree, "Weight decay takes this rate"),
+    (co.AdamWScheduleFree, "the step's weight in the average is its square"),
+    (co.AdamWScheduleFree, "``eps`` is added to the root of the uncorrected squares"),
+    (co.AdamWScheduleFree, "that corrects the squares alone, and a weight is the largest rate so far, squared"),
+    (co.Prodigy, "``eps`` is multiplied by the ``d`` of the step, and so is a gradient where ``betas[0]`` is 0"),
+    (co.Prodigy, "that uses the next ``d`` for both"),
+    (co.Muon, "a matrix is divided by its norm before, and not by 1.01 times that"),
+]
+
+
+@pytest.mark.parametrize(("cls", "sentence"), SENTENCES)
+def test_what_loops_differ_in_is_said(cls: type[co.CompiledOptimizer], sentence: str) -> None:
+    assert sentence in " ".join((cls.__doc__ or "").split())
+
+
 def _params(*shapes: tuple[int, ...]) -> list[Parameter]:
     torch.manual_seed(5)
     return [Parameter(torch.randn(shape, dtype=torch.float64)) for shape in shapes]
