@@ -8,13 +8,14 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.memory.addresses import gradient
-from compiled_optim.memory.cache import cache_directory
+from compiled_optim.memory.cache import cache_directory, is_private
 from compiled_optim.memory.layout import has_memory, local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
@@ -60,7 +61,7 @@ class CompileReport:
         kernels: the keys of the kernels its step calls.
         compilations: the kernels that were compiled or loaded for it, in order, with their seconds. Kernels that the process
             already had are not listed.
-        fallbacks: why anything runs uncompiled.
+        fallbacks: why anything runs uncompiled, or Inductor compiles it.
         captures: why each CUDA graph of a ``co.CUDAGraphRunner`` or of torch.compile was captured; "" for a first one.
         replays: how often these graphs were replayed.
         table_refreshes: how often a kernel's table of addresses was written again. That compiles nothing.
@@ -129,6 +130,7 @@ class CompileReport:
         counts = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
         made = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
         moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
+        until = " until the process ends" * is_private(Path(self.cache))
         lines = {
             f"{self.optimizer}: {self.lowering} lowering, {self.steps} step{'s' * (self.steps != 1)}. {verdict}": True,
             "  no parameter ever had a gradient (call loss.backward() first), or all steps were skipped": self.is_idle,
@@ -144,7 +146,7 @@ class CompileReport:
             **{f"  slower: {reason}; {advice}": True for reason, advice in zip(self.fallbacks, self.advice, strict=True)},
             f"  {moved}: one small copy of addresses each; nothing to do": self.moved_steps > 1,
             f"  compiled code holds {self.compiled_step}": bool(self.compiled_step),
-            f"  compiled C++ is kept in {self.cache}": bool(self.kernels),
+            f"  compiled C++ is kept{until} in {self.cache}": bool(self.kernels),
         }
         fill = functools.partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
         return "\n".join(fill(line, subsequent_indent=" " * 6) for line, is_said in lines.items() if is_said)

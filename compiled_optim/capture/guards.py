@@ -130,6 +130,7 @@ class Guards:
     """
 
     def __init__(self, engines: Sequence[Engine], modules: Iterable[nn.Module]) -> None:
+        self._engines = engines
         self._updated = {param: name for engine in engines for name, param in named_parameters(engine.groups)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Read past the module's own methods, which look at three dicts for every name.
@@ -162,7 +163,7 @@ class Guards:
         """What is not as it was, with old and new value; empty if everything is.
 
         Raises:
-            RuntimeError: a module no longer holds a parameter that an optimizer updates. Only a new optimizer can follow.
+            RuntimeError: a module holds another tensor in place of a parameter, and its optimizer was not told.
         """
         contents = self._read_contents()
         if any(self._empty) or len(contents) != len(self._contents) or not all(map(is_, contents, self._contents)):
@@ -194,15 +195,16 @@ class Guards:
         return list(chain.from_iterable(map(dict.values, self._full)))
 
     def _replaced(self) -> str:
+        present = {param for engine in self._engines for _, param in named_parameters(engine.groups)}
         for prefix, entries, before in self._dicts:
             for key in {**before, **entries}:
                 old, new = before.get(key, _ABSENT), entries.get(key, _ABSENT)
                 if new is old:
                     continue
-                if isinstance(old, Tensor) and old in self._updated:
+                if isinstance(old, Tensor) and old in present and new not in present:
                     raise RuntimeError(
                         f"parameter '{prefix}{key}' of the module is no longer the tensor that the optimizer updates (after "
-                        "load_state_dict(assign=True)?); make a new optimizer and runner, or load with assign=False"
+                        "load_state_dict(assign=True)?); put the new one into the group's params, or load with assign=False"
                     )
                 kinds = ["absent" if x is _ABSENT else type(x).__name__ for x in (old, new)]
                 return f"'{prefix}{key}' of the module {kinds[0]} -> {'another ' * (kinds[0] == kinds[1])}{kinds[1]}"

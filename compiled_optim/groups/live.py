@@ -43,6 +43,7 @@ class Changes:
     is_refused = False  # whether a group may hold a number that no step can use
     is_state_handed_out = False  # whether somebody may hold state tensors, and give them other memory
     are_numbers_read = False  # whether somebody but a called step reads numbers on the device
+    is_warned_of_rate = False  # whether the user knows that there was a negative learning rate
     lists = ""  # another text after each write to a list of parameters or groups
 
     def __init__(self) -> None:
@@ -63,6 +64,12 @@ class Changes:
         """Let the next step look for numbers that it cannot use."""
         self.is_refused = True
         self.pending |= self.is_guarded
+
+    def warn_of_rate(self, problem: str) -> None:
+        """Warn of a negative learning rate, once."""
+        if not self.is_warned_of_rate:
+            self.is_warned_of_rate = True
+            warnings.warn(f"{problem}; steps take 0 in its place", UserWarning, stacklevel=2)
 
 
 def _reporting(method: Any) -> Callable[..., Any]:
@@ -200,6 +207,7 @@ class Live:
         self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
         self._version = _version(tensor)
         self._fetched: tuple[int | None, float] = None, math.nan
+        self._replaced = math.nan  # the negative number that was written last if the tensor holds 0 in its place
         self._copy: Tensor | None = None  # what was read last while the device writes the number
 
     @property
@@ -214,7 +222,8 @@ class Live:
         if self._on_host:
             if (memory := self._memory()) is not None:
                 number: float = memory.value
-                return self.written_last if number == self.written_last else number
+                is_replaced = number == 0 and self.written_last == self._replaced
+                return self.written_last if is_replaced or number == self.written_last else number
             with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
                 return self.tensor.item()
         if (written := self.written) is not None:
@@ -290,12 +299,21 @@ class Live:
         is_number = not isinstance(value, Tensor)
         is_watched = self.shapes and self.changes.is_guarded and (self.written == 0) != (is_number and value == 0)
         with self.changes.reported() if is_watched else nullcontext():
-            self.written_last = None  # until the end, whatever interrupts it
+            self.written_last, self._replaced = None, math.nan  # until the end, whatever interrupts it
             if isinstance(value, Tensor):
                 self._fill(value)
             elif not self._wait(value):
                 self._fill(value)
                 self._version, self.written_last = _version(self.tensor), value
+
+    def replace_negative(self) -> bool:
+        """Let steps read 0 in place of a negative number, which users go on reading. Whether one was written last."""
+        if (number := self.written_last) is None or not -math.inf < number < 0:
+            return False
+        if number != self._replaced:
+            self.write(0.0)
+            self.written_last = self._replaced = number
+        return True
 
     def write_plain(self, value: float) -> bool:
         """Write ``value`` where nobody else can write, without counting up the tensor's version; whether that was done."""

@@ -74,7 +74,9 @@ class ParamGroup(WatchedDict[str, Any]):
         # since torch 2.13 traces a float64 of the CPU as a Python number.
         self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # who know the tensors' addresses; see _put
-        self.out_of_range: dict[str, str] = {}  # by key, what is wrong with a number that was written: no step uses it
+        # By key, what is wrong with a number that was written, and whether it is a rate for which steps take 0.
+        self.out_of_range: dict[str, tuple[str, bool]] = {}
+        self._loaded: set[str] = set()  # the keys that a checkpoint wrote last
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._declaration, self._device = declaration, device
@@ -170,8 +172,12 @@ class ParamGroup(WatchedDict[str, Any]):
             numbers.entry = self._hypers[key].plain(cast(Any, values))
             dict.__setitem__(self, key, numbers.entry)
             if problem := numbers.problem(self.label):
-                self.out_of_range[key], numbers.are_quick = problem, False
-                self._changes.refuse()
+                is_replaced = key == "lr" and key not in self._loaded and numbers[0].replace_negative()
+                self.out_of_range[key], numbers.are_quick = (problem, is_replaced), False
+                if is_replaced and self._changes.is_guarded:  # compiled code need not ask
+                    self._changes.warn_of_rate(problem)
+                else:
+                    self._changes.refuse()
 
     def _is_entry(self, key: str) -> bool:
         return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
@@ -298,6 +304,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         self.refuse_capture([key])
+        (self._loaded.add if is_loaded else self._loaded.discard)(key)
         for index, (number, (element, value)) in enumerate(zip(self._numbers[key], taken, strict=True)):
             if element is not number.tensor:
                 if number.is_driven and not is_loaded:

@@ -26,18 +26,18 @@ from compiled_optim.rule.symbols import PLAIN
 
 LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # what users can ask for
 LOWERINGS: tuple[LoweringName, ...] = get_args(LoweringName)
-LOOPED: dict[str, tuple[Callable[[Plan], bool], Any]] = {
-    "cpu": (looped.serves, looped.LoopLowering),
-    "cuda": (looped.serves_where_they_are, looped.KernelStackLowering),
+LOOPED: dict[str, tuple[Callable[[Plan], str | None], Any]] = {
+    "cpu": (looped.refusal, looped.LoopLowering),
+    "cuda": (looped.refusal_where_they_are, looped.KernelStackLowering),
 }
-"""By device, whether loops of our own serve a plan of a rule on whole tensors, and the lowering to them."""
+"""By device, why no loops of our own serve a plan of a rule on whole tensors, and the lowering to them."""
 
-_refused: dict[tuple[str, Rule], str] = {}  # by device type and rule, why its kernels do not compile in this process
+_refused: dict[tuple[str, Rule], cache.CompilerError] = {}  # by device type and rule, why its kernels do not compile
 
 
-def refuse(plan: Plan, reason: str) -> None:
+def refuse(plan: Plan, error: cache.CompilerError) -> None:
     """Lower plans like ``plan`` to eager from now on: its kernels do not compile."""
-    _refused[plan.device.type, plan.rule] = reason
+    _refused[plan.device.type, plan.rule] = error.with_traceback(None)
 
 
 def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, differentiable: bool) -> Lowering:
@@ -53,8 +53,11 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         return GatheredRowsLowering(plan, clipping, log, compiled=name != "eager")
     if plan.rule.granularity != "element":
         if name == "multi_tensor":
-            serves, loops = LOOPED.get(plan.device.type, (bool, None))
-            return (loops if loops is not None and serves(plan) else StackTableLowering)(plan, clipping, log)
+            refusal, loops = LOOPED.get(plan.device.type, (lambda plan: "", None))
+            if why := refusal(plan):
+                advice = "that may take a minute for each shape; with lowering='inductor' this is not said"
+                log.fall_back(f"Inductor compiles stacks, since {why}", advice)
+            return (StackTableLowering if why is not None else loops)(plan, clipping, log)
         return StackedLowering(plan, clipping, log, compiled=name != "eager")
     if name == "eager":
         return EagerLowering(plan, clipping, log, differentiable=differentiable)
@@ -75,11 +78,12 @@ def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
             "with lowering='eager' this is not said",
         )
         return "eager"
-    missing = "no C++ compiler was found" if on_cpu and not cache.compiler() else ""
-    if refusal := missing or _refused.get((plan.device.type, plan.rule), ""):
-        log.fall_back(
-            f"{plan.rule.name} runs eager: {refusal}", "install g++ or clang++, or name one in the environment variable CXX"
-        )
+    if on_cpu and not cache.compiler():
+        advice = "install g++ or clang++, or name one in the environment variable CXX"
+        log.fall_back("steps run eager: no C++ compiler was found", advice)
+        return "eager"
+    if refusal := _refused.get((plan.device.type, plan.rule)):
+        log.fall_back(f"{plan.rule.name} runs eager: {refusal}", refusal.advice)
         return "eager"
     served = plan.device.type == "cuda" or (on_cpu and sys.platform == "linux")
     if served and wanted != "inductor":

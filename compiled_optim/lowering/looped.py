@@ -39,41 +39,45 @@ _kernels: dict[KernelKey, Any] = {}  # what makes, of the shape of a stack, what
 _examples: dict[str, tuple[int, ...]] = {}  # by the code of kernels, the shape that it was first written for
 
 
-def serves(plan: Plan, source_of: Callable[..., Any] = stack_source) -> bool:
-    """Whether the rule does no more with the plan's tensors than loops, which ``source_of`` writes, and products can."""
+def refusal(plan: Plan, source_of: Callable[..., Any] = stack_source) -> str | None:
+    """Why the rule does more with the plan's tensors than loops, which ``source_of`` writes, and products can.
+
+    None if it does not; empty if that is not because of what the rule says.
+    """
     pairs = zip(plan.members, plan.grad_dtypes, strict=True)
-    found = {(kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in pairs if m.owner.numel()}
-    return all(_is_written(plan, source_of, key, shape) for key, shape in found)
+    found = dict.fromkeys((kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in pairs if m.owner.numel())
+    refusals = (_refusal(plan, source_of, key, shape) for key, shape in found)
+    return next((why for why in refusals if why is not None), None)
 
 
-def serves_where_they_are(plan: Plan) -> bool:
-    """As :func:`serves`, if an update sees each tensor as it lies in memory, and 32 bits count its elements."""
+def refusal_where_they_are(plan: Plan) -> str | None:
+    """As :func:`refusal`; also empty if an update does not see tensors as they lie, or 32 bits do not count elements."""
     shapes = {member.owner.shape for member in plan.members}
     if plan.sharded or not all(fits_indices(plan.device, s.numel()) for s in shapes):
-        return False
+        return ""
     if any(plan.rule.axes_of(s, plan.statics) != tuple(range(len(s))) for s in shapes):
-        return False
+        return ""
     held = [tensor for m in plan.members for tensor in (m.param, *(m.entries[name] for name in plan.buffers))]
-    return all(t.is_contiguous() and is_plain(t) and not t.is_complex() for t in held) and serves(
-        plan, triton_stacks.stack_source
-    )
+    lie_there = all(t.is_contiguous() and is_plain(t) and not t.is_complex() for t in held)
+    return refusal(plan, triton_stacks.stack_source) if lie_there else ""
 
 
-def _is_written(plan: Plan, source_of: Callable[..., Any], key: KernelKey, shape: torch.Size) -> bool:
+def _refusal(plan: Plan, source_of: Callable[..., Any], key: KernelKey, shape: torch.Size) -> str | None:
     if plan.rule.granularity == "matrix" and len(shape) < 2:  # which was flattened after the optimizer was made
-        return False
+        return ""
     key, fields, parts = _of_parts(key), {b.name: b for b in plan.rule.buffers}, _parts(plan.rule, plan.statics, shape)
     if len(parts) > 1 and (len(shape) > 2 or plan.rule.reads_index(plan.statics)):
-        return False  # the matrices of a part do not lie together, or its elements are counted from another one's
+        return ""  # the matrices of a part do not lie together, or its elements are counted from another one's
     for part in parts:
-        if (source := source_of(key, part.shape)) is None or source_of(key.with_all_buffers(), part.shape) is None:
-            return False
+        source, *others = (source_of(each, part.shape) for each in dict.fromkeys((key, key.with_all_buffers())))
+        if whys := [each for each in (source, *others) if isinstance(each, str)]:
+            return whys[0]
         sizes, whole = source.update.sizes(part.shape), torch.Size(part.shape) if len(parts) > 1 else shape
         shapes = [plan.rule.shape_of(fields[name], whole, plan.statics) for name in plan.buffers]
         axes = [source.update.inputs[f"buffer{i}"] for i in range(len(shapes))]
         if [math.prod(s) for s in shapes] != [math.prod(sizes[letter] for letter in own if letter) for own in axes]:
-            return False
-    return True
+            return f"{plan.rule.name} has state of another shape than the parameter's"
+    return None
 
 
 class Rows(NamedTuple):
@@ -104,7 +108,7 @@ def _of_parts(key: KernelKey) -> KernelKey:
 
 
 class LoopLowering(StackTableLowering):
-    """Runs the step of one plan for which :func:`serves` holds."""
+    """Runs the step of one plan for which :func:`refusal` is None."""
 
     stacks: Sequence[LoopStack]
 
@@ -202,7 +206,7 @@ class LoopStack(Stack):
 
 
 class KernelStackLowering(MultiTensorLowering):
-    """Runs the step of one plan on a GPU for which :func:`serves_where_they_are` holds."""
+    """Runs the step of one plan on a GPU for which :func:`refusal_where_they_are` is None."""
 
     name = "stacked"
 
@@ -282,7 +286,7 @@ def _key(key: KernelKey, part: Rows, source_of: Callable[..., Any]) -> KernelKey
     """The key of the kernel that updates ``part`` of tensors of ``key``; stacks whose code is the same share one."""
     key = _of_parts(key)
     source = source_of(key, part.shape)
-    assert source is not None, "not all of the plan is served"
+    assert not isinstance(source, str), "not all of the plan is served"
     # What Triton compiles depends on these, too.
     kinds = "" if key.device == "cpu" else str([(size == 1, size % 16 == 0) for size in part.shape])
     example = _examples.setdefault(source.text + kinds, part.shape)

@@ -30,6 +30,7 @@ T = TypeVar("T")
 
 
 uses = Counter[str]()  # how many files this process has "taken" from the cache as they were, and had "made"
+_PREFIX = "compiled_optim-"  # of temporary directories
 _refused: set[Path] = set()  # directories that could not be trusted or used in this process
 
 
@@ -70,9 +71,14 @@ def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -
         return loaded
 
 
+def is_private(directory: Path) -> bool:
+    """Whether a :func:`cache_directory` is this process's own, and goes with it."""
+    return directory.name.startswith(_PREFIX)
+
+
 @functools.cache
 def _private_directory() -> Path:
-    path = tempfile.mkdtemp(prefix="compiled_optim-")
+    path = tempfile.mkdtemp(prefix=_PREFIX)
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)
 
@@ -152,7 +158,11 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-march=native", "-fno-math-e
 
 
 class CompilerError(RuntimeError):
-    """A library could not be compiled or loaded on this machine."""
+    """A library could not be compiled or loaded on this machine. ``advice`` says what to do about it."""
+
+    def __init__(self, message: str, advice: str = "name another compiler in the environment variable CXX") -> None:
+        super().__init__(message)
+        self.advice = advice
 
 
 @functools.cache
@@ -183,12 +193,14 @@ def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctyp
     try:
         return load_kept(f"{key}.so", lambda: _compiled(command, text, flags), lambda path: kind(str(path)))
     except OSError as error:
-        raise CompilerError(f"a compiled library could not be loaded: {error}") from error
+        advice = "name a place in XDG_CACHE_HOME from which libraries may be loaded, or another compiler in CXX"
+        advice = advice if os.path.isdir("/proc/self/fd") else "mount /proc, by whose paths libraries are loaded"
+        raise CompilerError(f"a compiled library could not be loaded: {error}", advice) from error
 
 
 def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
     try:
-        with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:
+        with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
             source, result = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
             source.write_text(text, encoding="utf-8")
             done = subprocess.run(
@@ -198,7 +210,7 @@ def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
                 return result.read_bytes()
     except OSError as error:
         raise CompilerError(f"{shlex.join(command)} could not run: {error}") from error
-    message = textwrap.shorten(done.stderr, 500, placeholder=" ...")
+    message = textwrap.shorten(done.stderr, 500, placeholder=" ...") or "it says nothing"
     raise CompilerError(f"{shlex.join(command)} made no library (exit status {done.returncode}): {message}")
 
 

@@ -9,8 +9,11 @@ class AdamWScheduleFree(ViewedOptimizer):
 
     The state ``z`` takes the steps. Gradients are taken at weights between ``z`` and the average of all ``z``; the average
     is for evaluation. Call :meth:`eval` before validation and before you save the model for use, and :meth:`train` before
-    the next step. Batch normalization needs the statistics of the average: run some batches after :meth:`eval`. As in the
-    paper, a step's weight in the average is its squared learning rate; the authors' package uses the largest rate so far.
+    the next step. Batch normalization needs the statistics of the average: run some batches after :meth:`eval`.
+
+    As in the paper, a step's rate is ``lr`` times the bias correction ``sqrt(1 - betas[1]**step)``. Weight decay takes this
+    rate, the step's weight in the average is its square, and ``eps`` is added to the root of the uncorrected squares.
+    Differs from the authors' package: that corrects the squares alone, and a weight is the largest rate so far, squared.
 
     With 16-bit parameters, pass ``state_dtype={"z": torch.float32}`` and ``weights``.
     """

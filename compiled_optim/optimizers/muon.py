@@ -30,8 +30,9 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     size, and ``"spectral_unclamped"`` (also ``"unit_rms_norm"``) by that root even if it is below 1.
 
     ``ns_coefficients`` may be a sequence of triples, one for each iteration, or ``"polar_express"`` (arXiv:2505.16932,
-    Algorithm 1, from singular values of 0.001 on, with its safety factor of 1.01): the first ``ns_steps`` of its polynomials
-    of degree 5. From the eighth on these are all the same. A sequence is compiled in. Three numbers change at no cost.
+    Algorithm 1, from singular values of 0.001 on): the first ``ns_steps`` of its polynomials of degree 5. From the eighth on
+    these are all the same. The polynomials have the paper's safety factor of 1.01. Differs from the paper: a matrix is
+    divided by its norm before, and not by 1.01 times that. A sequence is compiled in. Three numbers change at no cost.
 
     The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix is divided by its norm
     before it is rounded, and an iteration adds its three terms before the last product. Each DTensor goes whole to one

@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from operator import itemgetter
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -362,11 +363,13 @@ class Engine:
         return range(count)[group]
 
     def check_numbers(self) -> None:
-        """Raise ``ValueError`` where a number that was written to a group is out of range."""
+        """Raise ``ValueError`` where a number that was written to a group is out of range; warn once of a negative rate."""
         if self.changes.is_refused:
             for group in self.distinct_groups:
-                for message in group.out_of_range.values():
-                    raise ValueError(message)
+                for message, is_replaced in sorted(group.out_of_range.values(), key=itemgetter(1)):
+                    if not is_replaced:
+                        raise ValueError(message)
+                    self.changes.warn_of_rate(message)
                 if not group.get(TRAIN_MODE, True):
                     raise RuntimeError(f"the parameters of {group.label} are in evaluation mode; call train() first")
             self.changes.is_refused = False

@@ -235,7 +235,7 @@ class RuleStep(Step):
                 try:
                     lowering.compile()
                 except CompilerError as error:
-                    refuse(lowering.plan, str(error))
+                    refuse(lowering.plan, error)
                     raise
                 lowering.plan.reread(given)
                 self._uncompiled.discard(lowering)

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import functools
 import gc
+import math
 import os
 import pickle
 import random
@@ -419,7 +420,7 @@ class TestTrainingStep:
         for i in range(6):
             runner(batch(i))
         before = [p.detach().clone() for p in side.params]
-        side.optimizer.param_groups[0]["lr"] = -1.0
+        side.optimizer.param_groups[0]["lr"] = math.nan
         with pytest.raises(ValueError, match=r"lr of param_groups\[0\] must be >= 0"):
             runner(batch(6))
         assert all(map(torch.equal, before, side.params))

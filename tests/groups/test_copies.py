@@ -159,16 +159,19 @@ class TestCopies:
         assert np.mean([rate, rate]) == 1e-3
 
 
-def test_a_copy_refuses_a_number_that_a_scheduler_left_out_of_range() -> None:
-    optimizer = co.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.1)
-    optimizer.param_groups[0]["lr"] = -0.1
-    for made in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+@pytest.mark.parametrize(
+    ("key", "number"), [("momentum", -0.1), ("lr", math.nan), ("lr", math.inf), ("lr", -math.inf)], ids=str
+)
+def test_a_copy_refuses_a_number_that_a_scheduler_left_out_of_range(key: str, number: float) -> None:
+    optimizer = co.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.5)
+    optimizer.param_groups[0][key] = number
+    for made in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         (param,) = made.param_groups[0]["params"]
         param.grad = torch.ones(2)
-        with pytest.raises(ValueError, match=r"Invalid learning rate: -0.1 \(lr of param_groups\[0\] must be >= 0"):
+        with pytest.raises(ValueError, match=rf"Invalid .*: {number} \({key} of param_groups\[0\] must be >= 0"):
             made.step()
         assert torch.equal(param, torch.ones(2))
-        made.param_groups[0]["lr"] = 0.5
+        made.param_groups[0][key] = 0.5
         made.step()
         assert torch.equal(param, torch.full((2,), 0.5))
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import linecache
 import os
+import re
 import shlex
 import shutil
 import stat
@@ -510,6 +511,7 @@ def _stepped(kind: type[co.CompiledOptimizer], **options: Any) -> co.CompiledOpt
 
 FAILURES = {
     "says no": ("echo 'no licence for you' >&2; exit 1", "no licence for you"),
+    "says nothing": ("exit 1", r"exit status 1\): it says nothing"),
     "is killed": ("kill -9 $$", "exit status -9"),
     "writes nothing": ("exit 0", "made no library"),
     "writes nonsense": ('for last; do :; done; echo nonsense > "$last"', "could not be loaded"),
@@ -530,8 +532,26 @@ class TestNothingCompiles:
         assert report.lowering == "eager"
         assert report.compiles == 0
         (fallback,) = report.fallbacks
-        assert reason in fallback
+        assert re.search(reason, fallback)
         assert fallback in " ".join(str(report).split())
+        assert "install" not in report.advice[0]  # a compiler is there
+        assert ("XDG_CACHE_HOME" in report.advice[0]) == (failure == "writes nonsense")
+
+    def test_what_is_loaded_by_paths_of_proc_needs_it(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        monkeypatch.setenv("CXX", _compiler(tmp_path / "cxx", FAILURES["writes nonsense"][0]))
+        is_there = os.path.isdir
+        monkeypatch.setattr(os.path, "isdir", lambda path: path != "/proc/self/fd" and is_there(path))
+        with pytest.warns(RuntimeWarning, match="AdamW runs eager: .*could not be loaded.*; mount /proc, by whose paths"):
+            _stepped(co.AdamW)
+
+    def test_no_compiler_is_said_once_for_several_rules(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(cache, "compiler", functools.cache(lambda: ()))
+        weight, bias = torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(4))
+        with pytest.warns(RuntimeWarning, match=r"steps run eager: no C\+\+ compiler was found; install g\+\+") as caught:
+            optimizer = co.SGD([{"params": [weight], "rule": co.Muon}, {"params": [bias], "rule": co.AdamW}], lr=0.1)
+            weight.grad, bias.grad = torch.ones(4, 4), torch.ones(4)
+            optimizer.step()
+        assert len(caught) == len(co.compile_report(optimizer).fallbacks) == 1
 
     @pytest.mark.parametrize("lowering", ["auto", "multi_tensor"])
     @pytest.mark.parametrize("kind", [co.SGD, co.SparseAdam, co.Adafactor], ids=lambda c: c.__name__)

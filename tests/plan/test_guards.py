@@ -143,7 +143,7 @@ def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path):
 def test_without_a_compiler_it_runs_eager_and_says_so_once(lowering: str) -> None:
     ours = parameters(torch.float64)
     twins = copies(ours, torch.float64)
-    with pytest.warns(RuntimeWarning, match=r"AdamW runs eager.*install g\+\+ or clang\+\+"):
+    with pytest.warns(RuntimeWarning, match=r"steps run eager.*install g\+\+ or clang\+\+"):
         optimizer = co.AdamW(ours, lowering=lowering)
     _step(optimizer, ours)  # a second warning would be an error
     reference = torch.optim.AdamW(twins)

@@ -93,6 +93,11 @@ AdamW: multi_tensor lowering, 100 steps. Compiled again after the first step: se
     )
 
 
+def test_a_cache_that_goes_with_the_process() -> None:
+    assert shown(cache="/tmp/compiled_optim-x1").endswith("compiled C++ is kept until the process ends in /tmp/compiled_optim-x1")
+    assert "until" not in shown()
+
+
 def test_what_runs_slowly_has_advice() -> None:
     reason = (
         "AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file. " * 2

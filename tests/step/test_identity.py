@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import simulated_graph
 import torch
 from catalog import COMBINED, LOWERINGS, required, ruled, stacked
 from new_process import printed_by
@@ -212,7 +213,7 @@ def _in_parts(train: Callable[..., Any], training: Training) -> Callable[..., An
 
 
 def _run(train: Callable[..., Any], training: Training) -> Callable[..., Any]:
-    return co.CUDAGraphRunner(train, optimizers=training.optimizer)
+    return co.CUDAGraphRunner(train, optimizers=training.optimizer, modules=training.model)
 
 
 WAYS: dict[str, tuple[str, Callable[..., Any]]] = {
@@ -261,6 +262,37 @@ def test_changes_of_what_is_whose(change: str, told: str, way: str) -> None:
         _near(ours.seen(), reference.seen())
     has_gradients = any(p.grad is not None for p in ours.model.parameters())  # also of what the optimizer does not have
     assert _traces() <= 2 + has_gradients
+
+
+REFUSED = {"replace", "replace by another shape", "untie", "load by assignment"}
+
+
+@pytest.mark.parametrize("told", TOLD)
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_graph_follows_what_its_optimizer_was_told(change: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is captured again, once. It refuses a parameter by name that the module lost and the optimizer has."""
+    simulated_graph.install(monkeypatch)
+    _, ours, reference = _pair("runner", is_tied=change == "untie")
+    for _ in range(5):
+        _near(ours.step(), reference.step())
+    before = co.compile_report(ours.optimizer).captures
+    assert len(before) == 1
+    for trained in (ours, reference):
+        CHANGES[change](trained.model)
+        TOLD[told](trained.model, trained.optimizer)
+    if change in REFUSED and (told == "not told" or (told == "told less" and change != "untie")):
+        kept = [p.detach().clone() for p in ours.optimizer.param_groups[0]["params"]]
+        with pytest.raises(
+            RuntimeError, match=r"parameter '[abc]\.(weight|bias)' of the module is no longer .*group's params"
+        ):
+            ours.step()
+        assert all(map(torch.equal, kept, ours.optimizer.param_groups[0]["params"]))
+        _tell(ours.model, ours.optimizer)
+        _tell(reference.model, reference.optimizer)
+    for _ in range(5):
+        _near(ours.step(), reference.step())
+        _near(ours.seen(), reference.seen())
+    assert len(co.compile_report(ours.optimizer).captures) <= 2
 
 
 @pytest.mark.quick

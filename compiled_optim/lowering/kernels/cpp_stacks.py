@@ -154,7 +154,7 @@ def _renamed(text: str) -> str:
     return re.sub(_VALUE, lambda found: names[found[0]], text)
 
 
-def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | None:
+def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
     """The source for a ``shape``, as of :func:`source_of`."""
     return source_of(StackSource, key, shape, DIALECT, _HALF)
 
@@ -191,7 +191,7 @@ class StackLoops:
 
     def __init__(self, key: KernelKey, shape: Sequence[int], load: Callable[[str], ctypes.CDLL]) -> None:
         source = stack_source(key, shape[1:])
-        assert source is not None, "another lowering runs a rule that cannot be written"
+        assert not isinstance(source, str), "another lowering runs a rule that cannot be written"
         self._source = source
         self._count, self._numbers = shape[0], (ctypes.c_double * len(source.update.numbers))(*source.update.numbers)
         is_whole = math.prod(shape[1:]) < _WHOLE

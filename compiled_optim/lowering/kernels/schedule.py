@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import traceback
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar, TypeAlias, TypeVar
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
+from compiled_optim.rule import symbols
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.stacks import OF_GROUPS, Axes, StackUpdate, Step, written
 from compiled_optim.rule.symbols import Dialect
@@ -20,6 +23,7 @@ from compiled_optim.rule.symbols import Dialect
 S = TypeVar("S", bound="Schedule")
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16}
+_NOT_RULES = (__file__, *(str(Path(file).parent) for file in (symbols.__file__, torch.__file__)))
 
 
 @dataclass
@@ -188,14 +192,14 @@ def numel(axes: Axes) -> str:
     return " * ".join(map(size, filter(None, axes))) or "1"
 
 
-def source_of(kind: Callable[..., S], key: KernelKey, shape: Sequence[int], dialect: Dialect, *more: Any) -> S | None:
+def source_of(kind: Callable[..., S], key: KernelKey, shape: Sequence[int], dialect: Dialect, *more: Any) -> S | str:
     """A ``kind`` of schedule for tensors of a ``shape``, which is made once, of key and update and ``more``.
 
-    None if the rule does what only a compiler for all of torch can.
+    If the rule does what only a compiler for all of torch can, what and where, in words; empty if dtypes are the reason.
     """
     if not {*key.dtypes} <= _DTYPES:
-        return None
-    found: S | None = _source(kind, dataclasses.replace(key, arrangement=""), tuple(shape), dialect, *more)
+        return ""
+    found: S | str = _source(kind, dataclasses.replace(key, arrangement=""), tuple(shape), dialect, *more)
     return found
 
 
@@ -203,8 +207,11 @@ def source_of(kind: Callable[..., S], key: KernelKey, shape: Sequence[int], dial
 def _source(kind: Callable[..., Any], key: KernelKey, shape: tuple[int, ...], dialect: Dialect, *more: Any) -> Any:
     try:
         update = written(key.rule, dict(key.statics), shape, compute_dtype(key.dtypes[0]), dialect)
-    except Exception:  # whatever an update, which torch can run, says of a symbol that is no tensor
-        return None
+    except Exception as error:  # whatever an update, which torch can run, says of a symbol that is no tensor
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(_NOT_RULES)]
+        where = "".join(f" (line {f.lineno} of {Path(f.filename).name}: {f.line})" for f in frames[-1:])
+        does = str(error) if isinstance(error, symbols.NotWritable) else f"is not in the rules' vocabulary: {error}"
+        return f"{key.rule.name}.update {does}{where}"
     return kind(key, update, *more)
 
 
