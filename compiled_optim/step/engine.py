@@ -395,6 +395,7 @@ class Engine:
         made = self._make(self, grad_of)
         made.is_in_user_graph = self.step is not None and self.step.is_in_user_graph  # until it is said, below
         self.step = made
+        self.log.forget({name for name, _ in named_parameters(self.groups)})
         self._take_name()
         made.leave_graphs()
         self.changes.pending = False
