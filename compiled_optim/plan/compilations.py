@@ -7,7 +7,7 @@ import dataclasses
 import inspect
 import time
 import warnings
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -181,10 +181,6 @@ class CompilationLog:
             return made
         self.fall_back(f"{key.rule.name} runs eager: {made}", "a step takes longer")
         return uncompiled(key)
-
-    def forget(self, names: Container[str]) -> None:
-        """Drop the keys of all parameters that have none of ``names``, which are those of the optimizer."""
-        self.keys = {place: key for place, key in self.keys.items() if place[0] in names}
 
     def _cause(self, name: str, new: KernelKey) -> str:
         """Why parameter ``name`` needs a kernel of key ``new``, in words; empty before the first step."""
