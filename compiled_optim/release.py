@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.layout import local
@@ -199,7 +200,7 @@ class GradientRelease:
             RuntimeError: it was taken before in this step.
             TypeError, ValueError, RecompileError: as the optimizer's ``step``.
         """
-        if torch.compiler.is_compiling():
+        if is_dynamo_compiling():
             raise RuntimeError("compiled autograd cannot hold a backward with gradient release")
         self._take(param)
 

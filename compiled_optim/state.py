@@ -70,10 +70,13 @@ class ParamState(WatchedDict[str, Any]):
     rule = ""
     """The name of the rule that last used it; empty where somebody wrote entries since."""
 
-    def is_initial(self) -> bool:
-        """Whether every entry is as the optimizer made it, so that nothing is lost with them. Waits for the device."""
-        initial = self.initial
-        return initial is not None and all(name in initial and _holds(e, initial[name]) for name, e in self.items())
+    def is_initial(self, *, foreign: bool = False) -> bool:
+        """Whether every entry is as the optimizer made it, so that nothing is lost with them. Waits for the device.
+
+        With ``foreign`` there may be what somebody else keeps.
+        """
+        initial, own = self.initial, [name for name in self if not foreign or self._is_watched(name)]
+        return initial is not None and all(name in initial and _holds(self[name], initial[name]) for name in own)
 
     def serve(self, rule: str) -> None:
         """Note the rule that uses it from now on. For another one than before it begins anew, but for bits of the weight."""
@@ -125,6 +128,16 @@ class OptimizerState(WatchedDict[Any, Any]):
                 entries.update_quietly(values)
                 entries.rule = rule
             raise
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Leave out what no step has touched and nobody shares, as torch makes that in the first step of each process."""
+        made = [entries for entries in self.values() if isinstance(entries, ParamState) and entries]
+        own = [local(e) for entries in made for e in entries.values() if isinstance(e, Tensor)]
+        shared = any(entry.device.type == "cpu" and entry.is_shared() for entry in own)  # type: ignore[no-untyped-call]
+        if shared or not all(entries.is_initial(foreign=True) for entries in made):
+            return super().__reduce_ex__(protocol)
+        left = {id(entries): {n: e for n, e in entries.items() if not entries._is_watched(n)} for entries in made}
+        return dict, ({key: left.get(id(value), value) for key, value in self.items()},)
 
     @property
     def foreign(self) -> dict[Any, Any]:

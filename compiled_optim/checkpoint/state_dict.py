@@ -48,7 +48,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale, built_in
+from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale, Static, built_in
 from compiled_optim.rule.rule import RULE, WHY, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
@@ -279,11 +279,12 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> None:
+def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], every: Collection[str]) -> None:
     """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
-    what fits is taken. ``known`` are the names of entries that an optimizer gives.
+    what fits is taken. ``every`` has the names of entries that an optimizer gives. Where the saved group has all options of
+    the parameter's own class, its names alone count, and the others are somebody's, as torch.optim loads whatever is there.
     """
 
     @functools.cache
@@ -300,6 +301,9 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], k
         param, live = each.own.key, load.state.get(each.own.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
+        kind, saved = load.groups[each.own.group].kind, saved_groups[each.saved.group]
+        needed = {f.name for f in kind._declared.values() if isinstance(f, (Hyper, Static))} - kind._added_choices().keys()
+        known = {*kind._state_names()} if needed <= saved.keys() else every
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: Values = {}

@@ -6,6 +6,7 @@ See :class:`~compiled_optim.rule.fields.Scale` and :class:`~compiled_optim.rule.
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NoReturn, TypeVar
@@ -176,6 +177,17 @@ def check_names(
     silent = {canonical_name(name): name for name in names if keys[name] not in chosen}
     for key, wanted in mistyped(shown, silent):
         raise ValueError(f"{said.format(shown[key])}; did you mean {silent[wanted]}?")
+
+
+def check_kept(choices: Iterable[Scale | Option], group: Mapping[str, Any], gone: set[str], left: Collection[str]) -> None:
+    """Raise ``ValueError`` where a group chose something by names that are all ``gone``, and by none that are ``left``."""
+    for choice in choices:
+        keys = group.get(choice.name) or ()
+        is_by_name = choice.patterns if isinstance(choice, Option) else isinstance(keys, Mapping)
+        for key in itertools.chain(*map(alternatives, map(str, keys))) if is_by_name else ():
+            found = {name for name in (*gone, *left) if matches(key, [name])}
+            if found and found <= gone:
+                raise ValueError(f"{choice.name} has {key!r} for '{min(found)}', whose place a tensor took that has no name")
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:

@@ -30,11 +30,11 @@ from compiled_optim.lowering.kernels.table import (
     upload,
 )
 from compiled_optim.lowering.multi_tensor import Capturable
-from compiled_optim.lowering.torch_ops.inductor import LISTS, InductorLowering, Vectors
+from compiled_optim.lowering.torch_ops.inductor import InductorLowering, Vectors
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.memory.torch_internals import Captures, assert_on_device, is_capturing, is_fake
 from compiled_optim.plan.clipping import Clipping, square_sum
-from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
+from compiled_optim.plan.compilations import LISTS, MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 
 

@@ -18,6 +18,7 @@ from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.rule import Rule
 
 MULTI_TENSOR = "multi-tensor"  # the arrangement of tensors that a kernel finds by their addresses
+LISTS, LISTS_OF_ROWS = "lists", "lists of rows"  # those of tensors that Inductor finds one by one
 COEFFICIENTS = "coefficients"  # what stands for an arrangement where a kernel evaluates coefficients and updates nothing
 
 
@@ -56,7 +57,9 @@ class KernelKey:
         here = dict(zip(self.rule.present_buffers(dict(self.statics)), self.dtypes[2:], strict=True))
         there = [b for b in self.rule.buffers if b.is_present(statics)]
         buffers = [here.get(b.name) or self.rule.dtype_of(b, self.dtypes[0], statics) for b in there]
-        return dataclasses.replace(self, statics=tuple(statics.items()), dtypes=(*self.dtypes[:2], *buffers))
+        in_rows = self.arrangement == LISTS and self.rule.grouped_buffers(statics)
+        key = dataclasses.replace(self, arrangement=LISTS_OF_ROWS) if in_rows else self
+        return dataclasses.replace(key, statics=tuple(statics.items()), dtypes=(*self.dtypes[:2], *buffers))
 
     def changes_from(self, old: KernelKey) -> list[str]:
         """The differences from ``old`` in words, ``grad dtype float32 -> bfloat16``."""

@@ -308,7 +308,7 @@ def partition(
                 form.check(own_state, name)
             if not _has_memory(rule, param, own_state, name, needed=is_needed):
                 continue
-            if not own_state:
+            if not own_state and not hasattr(group.kind, "share_memory"):  # such state counts from construction on
                 own_state.initial = begun
             own_state.update_quietly(form.missing(form.buffers, own_state, initial))
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}

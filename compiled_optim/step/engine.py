@@ -29,7 +29,7 @@ from compiled_optim.groups.parameters import (
     parameter_names,
     without_aliases,
 )
-from compiled_optim.groups.per_parameter import ByName, check_names, ignores_prefixes, kept, warn_of_unused
+from compiled_optim.groups.per_parameter import ByName, check_kept, check_names, ignores_prefixes, kept, warn_of_unused
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
@@ -340,10 +340,12 @@ class Engine:
             fits = len(params) == len(names) or (j < len(noted) and noted[j][0].shape == param.shape)
             is_free = fits and j < len(names) and names[j] not in taken
             found.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
+        if {*found} - {*names, *known.values()}:
+            left = {known.get(id(param)) for each in self.groups for param in each["params"]}
+            choices = (*group.kind._fields_of(Scale), *group.kind._declaration.options)
+            check_kept(choices, group, {*names} - {*found} - left, found)
         if found != list(names):
             group.set_quietly("param_names", found)
-            if {*found} - {*names, *known.values()}:
-                self._checked_scales = []  # which may be for parameters that are gone
 
     def _drop_unstepped(self) -> None:
         """Drop the state of parameters that left the groups without ever having been stepped; torch makes none for them.
@@ -398,6 +400,8 @@ class Engine:
         made = self._make(self, grad_of)
         made.is_in_user_graph = self.step is not None and self.step.is_in_user_graph  # until it is said, below
         self.step = made
+        left = {name for name, _ in named_parameters(self.groups)}
+        self.log.keys = {place: key for place, key in self.log.keys.items() if place[0] in left}
         self._take_name()
         made.leave_graphs()
         self.changes.pending = False

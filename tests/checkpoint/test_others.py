@@ -210,15 +210,15 @@ class TestInAParametersState:
         ("source", "options", "target"),
         [
             (co.Adam, {}, co.RMSprop),
-            (co.NAdam, {}, co.RAdam),
+            (co.NAdam, {}, co.AdamW),
             (co.Rprop, {}, co.SGD),
             (co.Adam, {"amsgrad": True}, co.NAdam),
         ],
         ids=str,
     )
     def test_another_optimizers_is_not_somebodys(self, source: Any, options: Any, target: Any) -> None:
-        saved = {**trained(target).state_dict(), "state": trained(source, **options).state_dict()["state"]}
-        _refuses(trained(target), saved, "a: the (checkpoint|optimizer) has no ")
+        saved = trained(source, **options).state_dict()
+        _refuses(trained(target), saved, "(a|param_groups.0.): the (checkpoint|optimizer) has no ")
 
     @pytest.mark.parametrize("strict", [True, False])
     def test_a_misspelled_entry_is_missing(self, strict: bool) -> None:

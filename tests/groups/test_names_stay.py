@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from catalog import registry
 
 import compiled_optim as co
+from compiled_optim.rule.fields import Option, Scale
 
 P = torch.nn.Parameter
 
@@ -33,11 +35,57 @@ def test_a_name_is_inherited_where_the_shape_or_the_number_stays(shapes: Any, na
     assert group["param_names"] == [n or f"param_groups[0]['params'][{i}]" for i, n in enumerate(names)]
 
 
-def test_numbers_for_names_that_are_gone_are_refused() -> None:
-    optimizer = _optimizer(lr_scale={"0.weight": 0.0})
-    flat = P(torch.ones(12))
+CHOICES: dict[str, Any] = {
+    "lr_scale": {"0.weight": 0.0},
+    "exclude": ("*.weight",),
+    "stacks": ("0.w*",),
+    "split": {"0.weight": 2},
+}
+"""All options by names of parameters."""
+
+
+def test_these_are_all_options_by_name() -> None:
+    found = {o.name for kind in registry() for o in (*kind._fields_of(Option), *kind._fields_of(Scale))}
+    by_name = {o.name for kind in registry() for o in kind._fields_of(Option) if o.patterns}
+    assert by_name | {"lr_scale"} == {*CHOICES} <= found
+
+
+def _chosen(option: str) -> Any:
+    kind = co.Muon if option in ("stacks", "split") else co.AdamW
+    params = [("0.weight", P(torch.ones(*[2] * (option == "stacks"), 4, 2))), ("0.other", P(torch.ones(2, 2)))]
+    return kind(params, lr=0.1, lowering="eager", **{option: CHOICES[option]})
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("call", ["step", "load_state_dict", "state_dict", "add_param_group"])
+@pytest.mark.parametrize("option", CHOICES)
+def test_choices_for_names_that_are_gone_are_refused(option: str, call: str) -> None:
+    """A flat tensor in the place of several, as DeepSpeed's ZeRO puts it there, is none of them."""
+    optimizer, flat = _chosen(option), P(torch.ones(12, 1))
+    saved, flat.grad = optimizer.state_dict(), torch.ones_like(flat)
     optimizer.param_groups[0]["params"] = [flat]
-    flat.grad = torch.ones_like(flat)
-    with pytest.raises(ValueError, match=r"lr_scale has a number for '0\.weight', which no parameter is called"):
-        optimizer.step()
-    assert bool((flat == 1).all())
+    given = {"load_state_dict": [saved], "add_param_group": [{"params": [("new", P(torch.ones(2, 2)))]}]}
+    said = rf"{option} has '.*' for '0\.weight', whose place a tensor took that has no name"
+    for _ in range(2):
+        with pytest.raises(ValueError, match=said):
+            getattr(optimizer, call)(*given.get(call, []))
+        assert bool((flat == 1).all())
+        assert len(optimizer.param_groups) == 1
+    optimizer.param_groups[0][option] = type(CHOICES[option])()
+    optimizer.step()
+    assert not bool((flat == 1).all())
+
+
+@pytest.mark.parametrize("option", CHOICES)
+def test_choices_for_names_that_stay_or_were_given_up_are_not(option: str) -> None:
+    optimizer = _chosen(option)
+    group = optimizer.param_groups[0]
+    first, other = group["params"]
+    for params, names in (
+        ([P(torch.ones(first.shape)), other], ["0.weight", "0.other"]),  # the new one takes the name
+        ([other], ["0.other"]),
+        ([], []),
+    ):
+        group["params"] = params
+        optimizer.state_dict()
+        assert group["param_names"] == names

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -52,64 +54,100 @@ def test_a_fork_beside_a_thread_that_holds_the_lock(call: str) -> None:
     assert status == 0
 
 
-def _three_steps(optimizer: Any, params: Any) -> None:
-    torch.set_num_threads(1)
-    signal.alarm(LIMIT)
-    for _ in range(3):
-        for param in params:
-            param.grad = torch.ones_like(param)
-        optimizer.step()
-
-
 KINDS = ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop"]
 
 
-@pytest.mark.parametrize("lowering", ["eager", "multi_tensor"])
-def test_state_and_step_counts_of_optimizers_that_stepped_are_shared(lowering: str) -> None:
-    made = []
-    for kind in KINDS:
-        for library, options in ((torch.optim, {}), (co, {"lowering": lowering})):
-            params = _parameters()
-            optimizer = getattr(library, kind)(params, **options)
-            optimizer.step()
-            made.append((kind, optimizer, params))
-    context = torch.multiprocessing.get_context("spawn")
-    child = context.Process(target=_all_three_steps, args=([m[1:] for m in made],), daemon=True)
-    child.start()
-    child.join(LIMIT)
-    child.kill()
-    child.join()
-    assert child.exitcode == 0
-    for (kind, theirs, their_params), (_, ours, our_params) in zip(made[::2], made[1::2], strict=True):
-        for there, here in zip(their_params, our_params, strict=True):
-            assert ours.state[here]["step"] == theirs.state[there]["step"] == 4, kind
-            torch.testing.assert_close(here, there)
+OPTIONS: dict[str, dict[str, Any]] = {"SGD": {"momentum": 0.9}}
 
 
-def _all_three_steps(made: Any) -> None:
-    for optimizer, params in made:
-        _three_steps(optimizer, params)
+def _doubles() -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.linspace(-1, 1, n).view(n // 2, 2)) for n in (4, 6)]
+    for param in params:
+        param.share_memory_()
+    return params
 
 
-@pytest.mark.parametrize("lowering", ["eager", "multi_tensor"])
-@pytest.mark.parametrize("steps", [0, 2])
-def test_adagrad_shares_its_memory(lowering: str, steps: int) -> None:
-    params = _parameters()
-    optimizer = co.Adagrad(params, lowering=lowering)
-    for _ in range(steps):
+def _made(sharing: str, steps: int) -> Iterator[tuple[str, Any, list[torch.nn.Parameter]]]:
+    """Of each kind torch.optim's first, then ours in two lowerings."""
+    for kind in [*KINDS, "SGD"]:
+        if sharing == "share_memory" and not hasattr(getattr(torch.optim, kind), sharing):
+            continue
+        for library, options in ((torch.optim, {}), (co, {"lowering": "eager"}), (co, {"lowering": "multi_tensor"})):
+            params = _doubles()
+            optimizer = getattr(library, kind)(params, **options, **OPTIONS.get(kind, {}))
+            _steps(optimizer, params, steps, 0.5)
+            if sharing == "share_memory":
+                optimizer.share_memory()
+            elif sharing == "by hand":
+                for entry in (e for entries in optimizer.state.values() for e in entries.values()):
+                    if isinstance(entry, torch.Tensor):
+                        entry.share_memory_()
+            yield f"{kind} {options} {sharing}", optimizer, params
+
+
+def _steps(optimizer: Any, params: Any, count: int, grad: float) -> None:
+    for _ in range(count):
+        for param in params:
+            param.grad = grad * torch.ones_like(param)
         optimizer.step()
-    optimizer.share_memory()
+
+
+def _two_steps_and_tell(made: Any, results: Any) -> None:
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    signal.alarm(LIMIT)
+    for each in made:
+        _steps(*each, 2, -0.25)
+    results.send([_numbers(*each) for each in made])
+
+
+def _numbers(optimizer: Any, params: Any) -> list[dict[str, Any]]:
+    """Parameters and state by name, as Python's numbers."""
+    return [{k: torch.as_tensor(e).tolist() for k, e in {**optimizer.state[p], "param": p}.items()} for p in params]
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Let torch.optim too keep its scalars in float64."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("double")
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_spawned_process_has_and_shares_what_torchs_does(steps: int) -> None:
+    """Steps here, two there, two here: parameters, state and counts are torch's in both processes."""
+    sharing = ["as they are", "share_memory", *(["by hand"] if steps else [])]  # by hand, where torch has state too
+    made = [each for how in sharing for each in _made(how, steps)]
+    handed = [each[1:] for each in made]
     context = torch.multiprocessing.get_context("spawn")
-    child = context.Process(target=_three_steps, args=(optimizer, params), daemon=True)
+    reader, writer = context.Pipe(duplex=False)
+    child = context.Process(target=_two_steps_and_tell, args=(handed, writer), daemon=True)
     child.start()
-    child.join(LIMIT)
+    there = reader.recv() if reader.poll(LIMIT) else None
     child.kill()
     child.join()
-    assert child.exitcode == 0
-    for param in params:
-        assert optimizer.state[param]["step"] == steps + 3
-        assert bool((optimizer.state[param]["sum"] == steps + 3).all())
-    optimizer.step()
-    for param in params:
-        assert optimizer.state[param]["step"] == steps + 4
-        assert bool((optimizer.state[param]["sum"] == steps + 4).all())
+    assert there is not None
+    for each in handed:
+        _steps(*each, 2, 1.0)
+    here = [_numbers(*each) for each in handed]
+    for found in (there, here):
+        for i, (name, _, _) in enumerate(made):
+            for wanted, got in zip(found[i - i % 3], found[i], strict=True):
+                for entry in wanted.keys() & got.keys() if "SGD" in name else wanted:
+                    said = f"{name}: {entry} is {got[entry]} for {wanted[entry]}"
+                    torch.testing.assert_close(got[entry], wanted[entry], rtol=1e-12, atol=1e-12, msg=said)
+
+
+def test_what_a_user_keeps_in_the_state_travels_before_and_after_a_step() -> None:
+    params = _parameters()
+    optimizer = co.AdamW(params, lowering="eager")
+    optimizer.state[params[0]]["own"] = torch.full((2,), 3.0)
+    optimizer.state["all"] = "kept"
+    for moments in ([], ["exp_avg", "exp_avg_sq", "step"]):
+        state, (first, second) = copy.deepcopy((optimizer.state, params))
+        assert state["all"] == "kept"
+        assert [sorted(state[first]), sorted(state[second])] == [sorted([*moments, "own"]), moments]
+        assert state[first]["own"].tolist() == [3.0, 3.0]
+        optimizer.step()

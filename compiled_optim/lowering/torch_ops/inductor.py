@@ -29,7 +29,14 @@ from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar
 from compiled_optim.memory.torch_compiler import obtain_graph
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
-from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
+from compiled_optim.plan.compilations import (
+    LISTS,
+    LISTS_OF_ROWS,
+    CompilationLog,
+    KernelKey,
+    coefficient_key,
+    kernel_key,
+)
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.formats import GROUP
@@ -44,7 +51,6 @@ UPDATE = -1  # what stands for a stage where a kernel updates, or evaluates coef
 COUNT, COUNT_UNFUSED = 16, 4
 """Tensors in a list, where Inductor makes one kernel of a list and where it makes a loop for each of its tensors."""
 
-LISTS, LISTS_OF_ROWS = "lists", "lists of rows"  # arrangements of tensors
 _ALIGNED = 16  # the row length of ungrouped tensors: fixed, so that Inductor can vectorize
 _TENSORS, _GROUPS = 7, 3  # that coefficients are compiled with
 

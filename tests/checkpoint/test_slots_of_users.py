@@ -1,0 +1,84 @@
+"""What a user keeps in ``opt.state[p]`` under a name that some other optimizer gives."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from catalog import registry, required
+
+import compiled_optim as co
+from compiled_optim.checkpoint.state_dict import known_names
+
+
+def _made(kind: Any) -> tuple[Any, torch.nn.Parameter]:
+    param = torch.nn.Parameter(torch.linspace(-1, 1, 4).view(2, 2))
+    return kind([("p", param)], **required(kind)), param
+
+
+def _step(optimizer: Any, param: torch.nn.Parameter) -> None:
+    grad = param.detach().cos()
+    param.grad = grad.to_sparse(1) if optimizer._gradients == "sparse" else grad
+    optimizer.step(lambda: torch.ones(()))
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize("kind", registry(), ids=lambda k: k.__name__)
+def test_slots_with_the_names_of_other_classes_are_loaded(kind: type[co.CompiledOptimizer], strict: bool) -> None:
+    optimizer, param = _made(kind)
+    _step(optimizer, param)
+    names = sorted(known_names() - {*kind._state_names()})
+    assert {"z", "d", "s", "exp_avg", "momentum_buffer"} & {*names}
+    for i, name in enumerate(names):
+        optimizer.state[param][name] = torch.full((3,), float(i))
+    optimizer.param_groups[0] |= {"own_key": 2.0, "initial_lr": 0.5}
+    resumed, copied = _made(kind)
+    copied.data.copy_(param.detach())
+    resumed.state[copied]["z_of_before"] = 1
+    assert not any(resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()), strict=strict))
+    for _ in range(2):
+        for i, name in enumerate(names):
+            assert resumed.state[copied][name].tolist() == [i] * 3, name
+        assert "z_of_before" not in resumed.state[copied]
+        assert str({**resumed.state[copied]}) == str({**optimizer.state[param]})
+        _step(optimizer, param)
+        _step(resumed, copied)
+        assert torch.equal(copied, param)
+
+
+@pytest.mark.parametrize("name", ["z", "s", "d", "exp_avg"])
+@pytest.mark.parametrize("kind", ["SGD", "Rprop", "Adagrad"])
+def test_slots_beside_torchs_own_are_loaded(kind: str, name: str) -> None:
+    """From torch.optim's checkpoint as by its class."""
+    found = []
+    saving = getattr(torch.optim, kind)([param := torch.nn.Parameter(torch.ones(3))])
+    param.grad = torch.ones_like(param)
+    saving.step()
+    saving.state[param][name] = torch.arange(3.0)
+    for library in (torch.optim, co):
+        optimizer = getattr(library, kind)([p := torch.nn.Parameter(param.detach().clone())])
+        optimizer.load_state_dict(copy.deepcopy(saving.state_dict()))
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        found.append([p.tolist(), optimizer.state[p][name].tolist()])
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(co.AdamW, co.SGD), (co.Rprop, co.SGD), (co.SGD, co.AdamW), (co.Muon, co.Adam), (co.Lion, co.AdamW)],
+)
+def test_another_classes_checkpoint_is_refused_by_name(source: Any, target: Any, strict: bool) -> None:
+    saving, param = _made(source)
+    _step(saving, param)
+    optimizer, other = _made(target)
+    if strict:
+        with pytest.raises(ValueError, match="the checkpoint has no "):
+            optimizer.load_state_dict(saving.state_dict())
+    else:
+        assert optimizer.load_state_dict(saving.state_dict(), strict=False).mismatched
+        assert not optimizer.state[other].keys() - {*target._state_names()}
