@@ -335,8 +335,8 @@ def _operations(content: bytes) -> Iterator[tuple[str, Any, int]]:
 def _one_storage(folder: Path) -> Path:
     """All parameters have state in the same memory."""
     saved = _state(1, 1 << 20)
-    saved |= {"state": dict.fromkeys(range(100), saved["state"][0])}
-    saved["param_groups"][0] |= {"params": [*range(100)], "param_names": [f"layer.{i}" for i in range(100)]}
+    saved |= {"state": dict.fromkeys(range(24), saved["state"][0])}
+    saved["param_groups"][0] |= {"params": [*range(24)], "param_names": [f"layer.{i}" for i in range(24)]}
     saved["state"] = {i: {k: v.view(v.shape) for k, v in e.items()} for i, e in saved["state"].items()}
     return _made("torch", folder, saved)
 
