@@ -309,12 +309,6 @@ def test_many_mutated_files(kind: str, part: int, tmp_path: Path) -> None:
 # What a hostile hand makes, which chance does not.
 
 
-def _pickled(content: Any) -> bytes:
-    file = io.BytesIO()
-    _legacy(content, file)  # type: ignore[arg-type]
-    return file.getvalue()
-
-
 def _storages_left_out(folder: Path) -> Path:
     """The list of the storages that follow has none, so that torch.load leaves their memory as it was."""
     path = _made("legacy", folder, _state(2, 1 << 16))
