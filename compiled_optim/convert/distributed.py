@@ -239,13 +239,21 @@ def content_of(state_dict: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """The flat layout of torch, as its ``set_optimizer_state_dict`` and torchtitan read it, under ``optimizer``."""
     refuse_foreign(state_dict, "torch.distributed.checkpoint")
     saved = with_steps(named(state_dict), torch.float32)
-    flat = {f"state.{name}.{key}": value for name, entries in saved["state"].items() for key, value in entries.items()}
+    flat = {
+        f"state.{n}.{key}": _alone(value, keep) for n, entries in saved["state"].items() for key, value in entries.items()
+    }
     for i, group in enumerate(saved["param_groups"]):
         if not group["params"]:
             raise ValueError(f"param_groups[{i}] has no parameters, so it has no place in torch.distributed.checkpoint")
         flat |= {f"param_groups.{name}.{key}": group[key] for name in group["params"] for key in group if key != "params"}
     order = [] if saved.get(UNORDERED) else [group["params"] for group in saved["param_groups"]]
     return {"optimizer": {**flat, "order": order, **({"aliases": saved["aliases"]} if saved.get("aliases") else {})}}
+
+
+def _alone(value: Any, keep: Keep) -> Any:
+    """A value; of a part of a storage a copy, as torch's writer would make it, but in a file."""
+    is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes
+    return keep(value.clone()) if is_part else value
 
 
 def writers(content: dict[str, Any], path: Path) -> Writers:

@@ -42,7 +42,7 @@ def _there(folder: Path) -> tuple[list[str], float | None]:
 
 
 def _interrupt(form: str, is_there: bool, count: int, folder: Path) -> None:
-    """Interrupt a conversion at ``count`` moments: half of them where its files are put in their places."""
+    """Interrupt a conversion at ``count`` moments, and at each where its files are put in their places."""
     torch.save(_state(1.0), folder / "old.pt")
     torch.save(_state(2.0), folder / "new.pt")
     top = folder / "top"
@@ -58,16 +58,24 @@ def _interrupt(form: str, is_there: bool, count: int, folder: Path) -> None:
 
     begin()
     old = _there(top)
-    passed = Interruption(1 << 40)
-    assert not passed.run(convert)
+    passed, replaced = Interruption(1 << 40), []
+    replace = os.replace
+
+    def noted(source: Path, target: Path) -> None:
+        replaced.append((1 << 40) - passed._left)
+        replace(source, target)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "replace", noted)
+        assert not passed.run(convert)
     new = _there(top)
     assert (old[1], new[1]) == (1.0 if is_there else None, 2.0)
     points, places = (1 << 40) - passed._left, random.Random(f"{form} {is_there}")
-    late = points - points // 8
+    late = range(replaced[0] - 3, replaced[-1] + 4)
     outcomes = []
-    for i in range(count):
+    for moment in [*late, *(places.randrange(points) for _ in range(count - len(late)))]:
         begin()
-        if not Interruption(places.randrange(late, points) if i % 2 else places.randrange(points)).run(convert):
+        if not Interruption(moment).run(convert):
             continue
         assert _there(top) in (old, new)
         outcomes.append(_there(top) == new)
@@ -83,7 +91,7 @@ def _fast(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.quick
 @pytest.mark.parametrize(("form", "is_there"), CASES)
 def test_an_interrupted_conversion(form: str, is_there: bool, tmp_path: Path) -> None:
-    _interrupt(form, is_there, 4, tmp_path)
+    _interrupt(form, is_there, 15, tmp_path)
 
 
 @pytest.mark.full

@@ -104,7 +104,7 @@ BUDGET = {
     "capture": 1127,
     "checkpoint": 1271,
     "command_line": 1610,
-    "convert": 1539,
+    "convert": 1545,
     "groups": 1304,
     "lowering": 5081,
     "memory": 1265,
