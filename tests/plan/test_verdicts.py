@@ -94,7 +94,9 @@ AdamW: multi_tensor lowering, 100 steps. Compiled again after the first step: se
 
 
 def test_a_cache_that_goes_with_the_process() -> None:
-    assert shown(cache="/tmp/compiled_optim-x1").endswith("compiled C++ is kept until the process ends in /tmp/compiled_optim-x1")
+    assert shown(cache="/tmp/compiled_optim-x1").endswith(
+        "compiled C++ is kept until the process ends in /tmp/compiled_optim-x1"
+    )
     assert "until" not in shown()
 
 
