@@ -100,19 +100,19 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 3152,
-    "capture": 1127,
+    "": 3154,
+    "capture": 1129,
     "checkpoint": 1271,
     "command_line": 1610,
     "convert": 1486,
-    "groups": 1304,
-    "lowering": 5081,
-    "memory": 1288,
-    "optimizers": 1910,
+    "groups": 1329,
+    "lowering": 5096,
+    "memory": 1294,
+    "optimizers": 1915,
     "plan": 866,
     "rule": 2844,
     "simulated": 716,
-    "step": 2151,
+    "step": 2154,
     "switch": 515,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
