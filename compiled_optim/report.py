@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory.addresses import gradient
-from compiled_optim.memory.cache import cache_directory, is_private
+from compiled_optim.memory.cache import cache_directory
 from compiled_optim.memory.layout import has_memory, local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
@@ -130,7 +130,7 @@ class CompileReport:
         counts = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
         made = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
         moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
-        until = " until the process ends" * is_private(Path(self.cache))
+        until = " until the process ends" * (Path(self.cache).name != "compiled_optim")  # a temporary directory
         lines = {
             f"{self.optimizer}: {self.lowering} lowering, {self.steps} step{'s' * (self.steps != 1)}. {verdict}": True,
             "  no parameter ever had a gradient (call loss.backward() first), or all steps were skipped": self.is_idle,

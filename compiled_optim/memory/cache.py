@@ -30,7 +30,6 @@ T = TypeVar("T")
 
 
 uses = Counter[str]()  # how many files this process has "taken" from the cache as they were, and had "made"
-_PREFIX = "compiled_optim-"  # of temporary directories
 _refused: set[Path] = set()  # directories that could not be trusted or used in this process
 
 
@@ -71,14 +70,9 @@ def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -
         return loaded
 
 
-def is_private(directory: Path) -> bool:
-    """Whether a :func:`cache_directory` is this process's own, and goes with it."""
-    return directory.name.startswith(_PREFIX)
-
-
 @functools.cache
 def _private_directory() -> Path:
-    path = tempfile.mkdtemp(prefix=_PREFIX)
+    path = tempfile.mkdtemp(prefix="compiled_optim-")
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return Path(path)
 
@@ -200,7 +194,7 @@ def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctyp
 
 def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
     try:
-        with tempfile.TemporaryDirectory(prefix=_PREFIX) as scratch:
+        with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:
             source, result = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
             source.write_text(text, encoding="utf-8")
             done = subprocess.run(

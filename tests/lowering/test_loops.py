@@ -218,13 +218,15 @@ class DropsDimensions(Sums, granularity="tensor"):
 def test_other_rules_are_compiled_by_inductor(kind: type[co.CompiledOptimizer]) -> None:
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,))]
     twins = copies(params, torch.float32)
-    optimizer, reference = kind(params, lr=0.1), kind(twins, lr=0.1, lowering="eager")
+    with pytest.warns(RuntimeWarning, match=rf"Inductor compiles stacks, since {kind.__name__}\.update "):
+        optimizer = kind(params, lr=0.1)
+    reference = kind(twins, lr=0.1, lowering="eager")
     give_gradients(params, twins, 0)
     optimizer.step()
     reference.step()
     assert relative_error(params, twins) < 1e-6
     assert not any(isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer))
-    assert co.compile_report(optimizer).fallbacks == ()
+    assert len(co.compile_report(optimizer).fallbacks) == 1
 
 
 STORED = [

@@ -547,10 +547,10 @@ class TestNothingCompiles:
     def test_no_compiler_is_said_once_for_several_rules(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(cache, "compiler", functools.cache(lambda: ()))
         weight, bias = torch.nn.Parameter(torch.ones(4, 4)), torch.nn.Parameter(torch.ones(4))
+        weight.grad, bias.grad = torch.ones(4, 4), torch.ones(4)
         with pytest.warns(RuntimeWarning, match=r"steps run eager: no C\+\+ compiler was found; install g\+\+") as caught:
             optimizer = co.SGD([{"params": [weight], "rule": co.Muon}, {"params": [bias], "rule": co.AdamW}], lr=0.1)
-            weight.grad, bias.grad = torch.ones(4, 4), torch.ones(4)
-            optimizer.step()
+        optimizer.step()
         assert len(caught) == len(co.compile_report(optimizer).fallbacks) == 1
 
     @pytest.mark.parametrize("lowering", ["auto", "multi_tensor"])
