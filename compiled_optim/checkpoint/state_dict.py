@@ -224,8 +224,8 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], e
     """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
-    what fits is taken. ``every`` has the names of entries that an optimizer gives. Where the saved group has all options of
-    the parameter's own class, its names alone count, and the others are somebody's, as torch.optim loads whatever is there.
+    what fits is taken. ``every`` has the names that an optimizer gives; where a saved group has all options of the class,
+    its own alone count, as torch.optim loads whatever is there.
     """
 
     @functools.cache

@@ -100,19 +100,19 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 3152,
+    "": 3162,
     "capture": 1127,
-    "checkpoint": 1271,
+    "checkpoint": 1275,
     "command_line": 1610,
     "convert": 1486,
-    "groups": 1304,
+    "groups": 1316,
     "lowering": 5081,
-    "memory": 1288,
+    "memory": 1300,
     "optimizers": 1910,
-    "plan": 866,
+    "plan": 869,
     "rule": 2844,
     "simulated": 716,
-    "step": 2151,
+    "step": 2169,
     "switch": 515,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
