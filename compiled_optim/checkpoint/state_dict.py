@@ -17,6 +17,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter, methodcaller
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -229,24 +230,24 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], e
     """
 
     @functools.cache
-    def of_group(index: int) -> tuple[Values, Callable[[int], StateForm]]:
+    def of_group(index: int, saved: int) -> tuple[Values, Callable[[int], StateForm], Collection[str]]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
-        declaration = group.kind._declaration
+        kind, declaration = group.kind, group.kind._declaration
+        fields = (*kind._fields_of(Hyper), *kind._fields_of(Static))
+        needed = {*map(attrgetter("name"), fields)} - kind._added_choices().keys()
+        known = {*kind._state_names()} if needed <= saved_groups[saved].keys() else every
         initial = initial_values(declaration, ChainMap(loaded, group))
-        return initial, StateForm.of_group(declaration, load.groups, index, loaded)
+        return initial, StateForm.of_group(declaration, load.groups, index, loaded), known
 
     problems = load.report.mismatched
     for each in load.params:
         param, live = each.own.key, load.state.get(each.own.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
-        kind, saved = load.groups[each.own.group].kind, saved_groups[each.saved.group]
-        needed = {f.name for f in kind._declared.values() if isinstance(f, (Hyper, Static))} - kind._added_choices().keys()
-        known = {*kind._state_names()} if needed <= saved.keys() else every
+        initial, forms, known = of_group(each.own.group, each.saved.group)
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: Values = {}
-        initial, forms = of_group(each.own.group)
         try:
             if not (reason := obstacle(param)):
                 form = forms(each.own.index)
@@ -433,7 +434,7 @@ step_size sum t variance weight_sum z
 
 def known_names(*kinds: type[Declared]) -> frozenset[str]:
     """The entries of a parameter's state that are an optimizer's: of this package, torch.optim, optimi, or of ``kinds``."""
-    return frozenset(_ENTRIES.split()).union(*(kind._state_names() for kind in kinds))
+    return frozenset(_ENTRIES.split()).union(*map(methodcaller("_state_names"), kinds))
 
 
 def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:
