@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar, ca
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.optim import Optimizer
 from torch.optim.optimizer import ParamsT
 
@@ -232,7 +231,7 @@ class CompiledOptimizer(Declared, Optimizer):
                 )
             with torch.enable_grad():
                 loss = closure()
-        if is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             if self._engine.release is not None:
                 raise RuntimeError("compiled code cannot hold a step with gradient release: its backward runs no hooks")
             scaler = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -255,7 +254,7 @@ class CompiledOptimizer(Declared, Optimizer):
         @functools.wraps(func)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
             stepped = cast("CompiledOptimizer", args[0])
-            if has_hooks(stepped) if is_dynamo_compiling() else is_observed(stepped):
+            if has_hooks(stepped) if torch.compiler.is_dynamo_compiling() else is_observed(stepped):
                 return telling(*args, **kwargs)
             return func(*args, **kwargs)
 
@@ -267,7 +266,7 @@ class CompiledOptimizer(Declared, Optimizer):
         Args:
             set_to_none: set them to None instead of to zero.
         """
-        if is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             traced.ask(self._engine.key, "preallocate_for_graphs")
         else:
             self._engine.current()
@@ -278,14 +277,14 @@ class CompiledOptimizer(Declared, Optimizer):
             if set_to_none:
                 param.grad = None  # unread, so that compiled code does not depend on whether there was one
             elif param.grad is not None:
-                if param.grad.requires_grad and is_dynamo_compiling():
+                if param.grad.requires_grad and torch.compiler.is_dynamo_compiling():
                     param.grad = param.grad.detach()
                 elif param.grad.grad_fn is not None:
                     param.grad.detach_()
                 else:
                     param.grad.requires_grad_(False)
                 param.grad.zero_()
-        if is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             traced.guard_params(self._engine)
             mend_tracing()
 

@@ -10,7 +10,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_dynamo_compiling
 
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.layout import local
@@ -200,7 +199,7 @@ class GradientRelease:
             RuntimeError: it was taken before in this step.
             TypeError, ValueError, RecompileError: as the optimizer's ``step``.
         """
-        if is_dynamo_compiling():
+        if torch.compiler.is_dynamo_compiling():
             raise RuntimeError("compiled autograd cannot hold a backward with gradient release")
         self._take(param)
 

@@ -71,10 +71,7 @@ class ParamState(WatchedDict[str, Any]):
     """The name of the rule that last used it; empty where somebody wrote entries since."""
 
     def is_initial(self, *, foreign: bool = False) -> bool:
-        """Whether every entry is as the optimizer made it, so that nothing is lost with them. Waits for the device.
-
-        With ``foreign`` there may be what somebody else keeps.
-        """
+        """Whether every entry, but for ``foreign`` ones, is as the optimizer made it. Waits for the device."""
         initial, own = self.initial, [name for name in self if not foreign or self._is_watched(name)]
         return initial is not None and all(name in initial and _holds(self[name], initial[name]) for name in own)
 
@@ -131,13 +128,13 @@ class OptimizerState(WatchedDict[Any, Any]):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Leave out what no step has touched and nobody shares, as torch makes that in the first step of each process."""
-        made = [entries for entries in self.values() if isinstance(entries, ParamState) and entries]
-        own = [local(e) for entries in made for e in entries.values() if isinstance(e, Tensor)]
+        made = {key: entries for key, entries in self.items() if isinstance(entries, ParamState) and entries}
+        own = [local(e) for entries in made.values() for e in entries.values() if isinstance(e, Tensor)]
         shared = any(entry.device.type == "cpu" and entry.is_shared() for entry in own)  # type: ignore[no-untyped-call]
-        if shared or not all(entries.is_initial(foreign=True) for entries in made):
+        if shared or not all(entries.is_initial(foreign=True) for entries in made.values()):
             return super().__reduce_ex__(protocol)
-        left = {id(entries): {n: e for n, e in entries.items() if not entries._is_watched(n)} for entries in made}
-        return dict, ({key: left.get(id(value), value) for key, value in self.items()},)
+        left = {key: {n: e for n, e in entries.items() if not entries._is_watched(n)} for key, entries in made.items()}
+        return dict, ({**self, **left},)
 
     @property
     def foreign(self) -> dict[Any, Any]:

@@ -18,6 +18,7 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from operator import methodcaller
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -279,35 +280,48 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
+@functools.lru_cache
+def _is_of(kind: type[Declared], entries: frozenset[str]) -> bool:
+    """Whether a saved group with these entries has all options of ``kind``, and not those of an optimizer that has more."""
+
+    def every(base: type[Declared]) -> Iterator[type[Declared]]:
+        for each in base.__subclasses__():
+            yield from (each, *every(each))
+
+    def options(of: type[Declared]) -> frozenset[str]:
+        return frozenset({f.name for f in (*of._fields_of(Hyper), *of._fields_of(Static))} - of._added_choices().keys())
+
+    own = options(kind)
+    return own <= entries and not any(own < options(other) <= entries for other in every(Declared))
+
+
 def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], every: Collection[str]) -> None:
     """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
-    what fits is taken. ``every`` has the names of entries that an optimizer gives. Where the saved group has all options of
-    the parameter's own class, its names alone count, and the others are somebody's, as torch.optim loads whatever is there.
+    what fits is taken. ``every`` has the names that an optimizer gives; where a saved group has all options of the class,
+    its own alone count, as torch.optim loads whatever is there.
     """
 
     @functools.cache
-    def of_group(index: int) -> tuple[Values, Callable[[int], StateForm], tuple[Buffer, ...]]:
+    def of_group(index: int, saved: int) -> tuple[Values, Callable[[int], StateForm], Collection[str], tuple[Buffer, ...]]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
-        declaration = group.kind._declaration
+        kind, declaration = group.kind, group.kind._declaration
+        known = {*kind._state_names()} if _is_of(kind, frozenset(saved_groups[saved])) else every
         initial = initial_values(declaration, ChainMap(loaded, group))
         has_options = any([static.name in loaded for static in declaration.statics])  # which may give buffers other shapes
         forms = StateForm.of_group(declaration, load.groups, index, loaded)
-        return initial, forms, declaration.buffers if has_options else ()
+        return initial, forms, known, declaration.buffers if has_options else ()
 
     problems = load.report.mismatched
     for each in load.params:
         param, live = each.own.key, load.state.get(each.own.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
-        kind, saved = load.groups[each.own.group].kind, saved_groups[each.saved.group]
-        needed = {f.name for f in kind._declared.values() if isinstance(f, (Hyper, Static))} - kind._added_choices().keys()
-        known = {*kind._state_names()} if needed <= saved.keys() else every
+        initial, forms, known, chosen_anew = of_group(each.own.group, each.saved.group)
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: Values = {}
-        initial, forms, chosen_anew = of_group(each.own.group)
         try:
             if not (reason := obstacle(param)):
                 form = forms(each.own.index)
@@ -497,7 +511,7 @@ step_size sum t variance weight_sum z
 
 def known_names(*kinds: type[Declared]) -> frozenset[str]:
     """The entries of a parameter's state that are an optimizer's: of this package, torch.optim, optimi, or of ``kinds``."""
-    return frozenset(_ENTRIES.split()).union(*(kind._state_names() for kind in kinds))
+    return frozenset(_ENTRIES.split()).union(*map(methodcaller("_state_names"), kinds))
 
 
 def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:

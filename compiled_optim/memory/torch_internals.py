@@ -326,6 +326,18 @@ def guard_items(owner: object, path: str) -> None:
         install_guard(*(source.make_guard(keep_apart) for source in others + own))
 
 
+def guard_by(owner: object, holds: Callable[[Any], bool]) -> None:
+    """Let what Dynamo traces be valid for as long as this ``holds`` of ``owner``, an object that it traced."""
+    from torch._dynamo.guards import install_guard
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    def add(builder: Any, guard: Any) -> None:
+        builder.get_guard_manager(guard).add_lambda_guard(holds, ["no state of an optimizer moved"], guard.user_stack)
+
+    source: Any = InstructionTranslator.current_tx().output.side_effects[owner].source
+    install_guard(source.make_guard(add))
+
+
 def let_compilers_trace(function: Callable[..., Any]) -> None:
     """Where traced code calls ``function``, let Dynamo call it on stand-ins, and whoever compiles the graph trace it."""
     torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]

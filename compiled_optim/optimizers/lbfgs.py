@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.compiler import is_dynamo_compiling
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, naming, plain, read
@@ -583,7 +582,7 @@ class LBFGS(CompiledOptimizer, steps=LBFGSStep):
             raise TypeError(f"{type(self).__name__}.step needs a closure: {needed}; got {type(closure).__name__}")
         _refuse({"max_grad_norm": self.max_grad_norm, "skip_nonfinite": self.skip_nonfinite})
         engine = engine_of(self)
-        if is_dynamo_compiling() and isinstance(engine.step, LBFGSStep) and engine.step.is_fixed:
+        if torch.compiler.is_dynamo_compiling() and isinstance(engine.step, LBFGSStep) and engine.step.is_fixed:
             first = engine.step.launch(closure)
             mend_tracing()
             return first

@@ -51,7 +51,7 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Hyper, Scale, built_in, warn_of_entry
+from compiled_optim.rule.fields import Hyper, Option, Scale, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
@@ -342,8 +342,7 @@ class Engine:
             found.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
         if {*found} - {*names, *known.values()}:
             left = {known.get(id(param)) for each in self.groups for param in each["params"]}
-            choices = (*group.kind._fields_of(Scale), *group.kind._declaration.options)
-            check_kept(choices, group, {*names} - {*found} - left, found)
+            check_kept(group.kind._fields_of((Option, Scale)), group, {*names} - {*found} - left, found)
         if found != list(names):
             group.set_quietly("param_names", found)
 

@@ -147,6 +147,10 @@ class RuleStep(Step):
         by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
         return all([lowering.plan.read(given, state=state, keep_alive=runs_user_code) for lowering, given in by_plan])
 
+    def has_moved_state(self) -> bool:
+        """Whether somebody gave state other memory than it had when the step was made."""
+        return self.changes.is_state_handed_out and any(x.plan.addresses.others_moved() for x in self.lowerings)
+
     def wakes(self, grads: Gradients) -> bool:
         if not self._stateless:
             return False
@@ -298,9 +302,7 @@ class RuleStep(Step):
                 yield
 
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
-        if self._uncompiled or not self.is_current():
-            return None
-        if self.changes.is_state_handed_out and any(x.plan.addresses.others_moved() for x in self.lowerings):
+        if self._uncompiled or not self.is_current() or self.has_moved_state():
             return None
         self.is_settled = False  # whoever takes the next step may have assigned something else
         self._clipping.take(clip_args)

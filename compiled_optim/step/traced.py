@@ -16,7 +16,13 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory.layout import local, traced_part
-from compiled_optim.memory.torch_internals import called_while_tracing, guard_items, let_compilers_trace, mend_tracing
+from compiled_optim.memory.torch_internals import (
+    called_while_tracing,
+    guard_by,
+    guard_items,
+    let_compilers_trace,
+    mend_tracing,
+)
 from compiled_optim.step.engine import ENGINES, NAMED, Engine, without_number
 from compiled_optim.step.step import Gradients, Step
 
@@ -46,6 +52,12 @@ def guard_params(engine: Engine) -> None:
 
 
 @called_while_tracing
+def _guard_state(key: str) -> None:
+    """Let what is traced be valid for as long as state is where the step has it, as step counts in one tensor."""
+    guard_by(ENGINES[key], lambda engine: not engine.step.has_moved_state())
+
+
+@called_while_tracing
 def _depend_on(identity: str) -> None:
     """Let what is traced be valid for as long as a step has this ``identity``."""
 
@@ -67,6 +79,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     if not ask(engine.key, "inline", positions):
         step, inlined, owned = _guard(engine), engine.inlined, engine.params
         assert inlined is not None
+        _guard_state(engine.key)
         grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
         params = [traced_part(p, p) for p in owned]
         hypers = [step.vectors[group][name] for group, name in inlined.hypers]

@@ -295,6 +295,57 @@ def test_a_graph_follows_what_its_optimizer_was_told(change: str, told: str, mon
     assert len(co.compile_report(ours.optimizer).captures) <= 2
 
 
+def _assign(entries: Any, name: str, value: torch.Tensor) -> None:
+    entries[name] = value
+
+
+def _assign_data_of(entries: Any, name: str, value: torch.Tensor) -> None:
+    entries[name].data = value
+
+
+STATE: dict[str, Callable[[Any, str, torch.Tensor], None]] = {
+    "assign": _assign,
+    "assign data": _assign_data_of,
+    "fill": lambda entries, name, value: entries[name].copy_(value),
+}
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("name", ["step", "exp_avg"])
+@pytest.mark.parametrize("change", STATE)
+@pytest.mark.parametrize("way", WAYS)
+def test_state_that_gets_other_values_or_memory(way: str, change: str, name: str) -> None:
+    _, ours, reference = _pair(way)
+    for value in (7.0, 3.0):
+        for _ in range(2):
+            _near(ours.step(), reference.step())
+        for trained in (ours, reference):
+            entries = trained.optimizer.state[trained.model.b.weight]
+            STATE[change](entries, name, torch.full_like(entries[name], value))
+        for _ in range(2):
+            _near(ours.step(), reference.step())
+            _near(ours.seen(), reference.seen())
+    assert _traces() <= 3
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_model_of_another_dtype(way: str, steps: int) -> None:
+    """Without state, torch.optim goes on."""
+    lowering, wrap = WAYS[way]
+    how = {"clears_first": way.endswith("cleared first")}
+    ours = Training(lambda m: co.SGD(m.named_parameters(), lr=0.1, lowering=lowering), wrap, **how)
+    reference = Training(lambda m: torch.optim.SGD(m.named_parameters(), lr=0.1), _eager, **how)
+    for trained in (ours, reference):
+        for _ in range(steps):
+            trained.step()
+        trained.model.to(torch.float32)
+    for _ in range(3):
+        torch.testing.assert_close(ours.step(), reference.step(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(ours.seen()[:2], reference.seen()[:2], rtol=1e-6, atol=1e-6)
+
+
 @pytest.mark.quick
 @pytest.mark.parametrize("told", ["not told", "told"])
 @pytest.mark.parametrize("way", WAYS)

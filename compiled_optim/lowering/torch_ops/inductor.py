@@ -29,14 +29,7 @@ from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar
 from compiled_optim.memory.torch_compiler import obtain_graph
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
-from compiled_optim.plan.compilations import (
-    LISTS,
-    LISTS_OF_ROWS,
-    CompilationLog,
-    KernelKey,
-    coefficient_key,
-    kernel_key,
-)
+from compiled_optim.plan.compilations import LISTS, LISTS_OF_ROWS, CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.formats import GROUP
