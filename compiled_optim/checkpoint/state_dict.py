@@ -281,7 +281,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @functools.lru_cache
-def _is_of(kind: type[Declared], entries: frozenset[str]) -> bool:
+def _is_of(kind: Any, entries: frozenset[str]) -> bool:
     """Whether a saved group with these entries has all options of ``kind``, and not those of an optimizer that has more."""
 
     def every(base: type[Declared]) -> Iterator[type[Declared]]:
