@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -281,7 +281,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @functools.lru_cache
-def _is_of(kind: Any, entries: frozenset[str]) -> bool:
+def _is_of(kind: type[Declared], entries: frozenset[str]) -> bool:
     """Whether a saved group with these entries has all options of ``kind``, and not those of an optimizer that has more."""
 
     def every(base: type[Declared]) -> Iterator[type[Declared]]:
@@ -307,7 +307,7 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], e
     def of_group(index: int, saved: int) -> tuple[Values, Callable[[int], StateForm], Collection[str], tuple[Buffer, ...]]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
         kind, declaration = group.kind, group.kind._declaration
-        known = {*kind._state_names()} if _is_of(kind, frozenset(saved_groups[saved])) else every
+        known = {*kind._state_names()} if _is_of(cast("Any", kind), frozenset(saved_groups[saved])) else every
         initial = initial_values(declaration, ChainMap(loaded, group))
         has_options = any([static.name in loaded for static in declaration.statics])  # which may give buffers other shapes
         forms = StateForm.of_group(declaration, load.groups, index, loaded)
