@@ -276,7 +276,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def _enter(
         self, key: str, value: Any, taken: list[tuple[float | Tensor, float | Tensor]] | None, *, is_loaded: bool = False
     ) -> None:
-        """Write an entry, of which ``taken`` are the numbers, and report what shapes the code."""
+        """Write an entry, whose numbers are ``taken``, and report what shapes the code."""
         stays_data = taken is not None and self._is_entry(key)  # numbers in place of numbers
         is_option = key in self._declaration.structural_entries and not stays_data
         with self._changes.reported() if is_option else contextlib.nullcontext():
