@@ -49,7 +49,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Buffer, Flag, Hyper, Scale, Static, built_in
+from compiled_optim.rule.fields import BUILT_IN, Buffer, Flag, Hyper, Scale, Static, built_in
 from compiled_optim.rule.rule import RULE, WHY, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
@@ -158,7 +158,7 @@ def _group_values(
             problems.append(f"{key} is {described(other)} in the checkpoint")
     options = _options(load, index, saved, problems, is_own=is_own)
     after = ChainMap(options, group)
-    for option in [o for o in declaration.options if o.name not in _LOADED]:
+    for option in [o for o in declaration.options if o.name not in _LOADED and any([o.name in g for g in saved])]:
         mine = group.get(option.name, option.default)
         if others := [g[option.name] for g in saved if not _equal(built_in(g.get(option.name, mine)), mine)]:
             said = f"{option.name} is {described(others[0])} in the checkpoint, stays {described(mine)}"
@@ -197,11 +197,13 @@ def _options(
     either = (group, *saved)
     defaults |= {n: h.default for n, h in choices.items() if any([h.choice(g.get(n)) is not None for g in either])}
     for name, default in defaults.items():
-        what = f"{name} of {group.label}"
-        values = [built_in(copied(g[name], what)) if name in g else default for g in saved if name in g or is_own]
-        if values and not all([_equal(value, values[0]) for value in values]):
+        values, mine = [g.get(name, default) for g in saved if name in g or is_own], dict.get(group, name, default)
+        if all([type(value) in BUILT_IN and value == mine for value in values]):
+            continue
+        values = [built_in(copied(value, f"{name} of {group.label}")) for value in values]
+        if not all([_equal(value, values[0]) for value in values]):
             problems.append(f"its parameters were in groups with different {name}: [{', '.join(map(described, values))}]")
-        elif values and not _equal(values[0], group.get(name, default)):
+        elif not _equal(values[0], group.get(name, default)):
             found[name] = values[0]
     if not found:
         return found

@@ -127,7 +127,7 @@ def test_seven_bytes_of_a_hybrid_are_saved_and_resumed(kind: Any) -> None:
     one, params = made(kind, torch.bfloat16, 3, **options)
     saved = copy.deepcopy(one.state_dict())
     other, again = made(kind, torch.bfloat16, **options)
-    assert not any(other.load_state_dict(saved))
+    assert not any(other.load_state_dict(saved)[:3])
     with torch.no_grad():
         for name, p in again.items():
             p.copy_(params[name])
@@ -137,7 +137,7 @@ def test_seven_bytes_of_a_hybrid_are_saved_and_resumed(kind: Any) -> None:
         assert torch.equal(p, again[name])
         assert all(torch.equal(v, other.state[again[name]][k]) for k, v in one.state[p].items())
     wide, converted = made(kind, torch.bfloat16, weights="split8", state_dtype=torch.float32)
-    assert not any(wide.load_state_dict(saved))
+    assert not any(wide.load_state_dict(saved)[:3])
     momentum = wide.state[converted["p0"]]["momentum_buffer"]
     assert momentum.dtype == torch.float32
     assert momentum.abs().amax() == saved["state"][0]["momentum_buffer_scale"].amax()
