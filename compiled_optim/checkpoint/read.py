@@ -137,10 +137,11 @@ def check_memory(tensor: Tensor, what: str) -> None:
 
 FORMAT_VERSION = 1
 
-_FOREIGN_OPTIONS = (
-    *("use_gram_newton_schulz", "gram_newton_schulz_config"),  # Muon of torch after 2.15
-    *("caution", "corrected_weight_decay", "trust_clip", "always_adapt"),  # timm
-    *("weight_decouple", "fixed_decay", "rectify", "degenerated_to_sgd"),  # pytorch_optimizer, AdaBelief
+_FOREIGN_OPTIONS = frozenset(
+    # of Muon of torch after 2.15, timm and pytorch_optimizer
+    ("use_gram_newton_schulz", "gram_newton_schulz_config")
+    + ("caution", "corrected_weight_decay", "trust_clip", "always_adapt")
+    + ("fixed_decay", "degenerated_to_sgd")
 )
 """Options of newer versions of torch and of other packages, with which steps are others than here."""
 
@@ -187,11 +188,10 @@ def read(state_dict: Any) -> dict[str, Any]:
     return {**result, "state": states | foreign}
 
 
-def foreign_options(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The options of others that are switched on in a group, with which steps are others than here."""
-    is_off = (type(None), bool, int, float)
-    found = {name: group[name] for name in _FOREIGN_OPTIONS if name in group}
-    return {name: value for name, value in found.items() if value or not isinstance(value, is_off)}
+def foreign_options(groups: Iterable[Mapping[str, Any]], known: Collection[str] = ()) -> dict[str, Any]:
+    """The options of others that are switched on in ``groups``, with which steps are others than here, unless ``known``."""
+    off, names = (type(None), bool, int, float), _FOREIGN_OPTIONS.difference(known)
+    return {n: g[n] for g in groups for n in names & g.keys() if not isinstance(g[n], off) or g[n]}
 
 
 def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:

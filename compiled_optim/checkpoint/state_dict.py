@@ -73,7 +73,6 @@ Values: TypeAlias = dict[str, float | Tensor]
 """Entries of a parameter's state by name: numbers of scalars, and of buffers that are filled, and tensors."""
 
 _BY_LR = "decouple_lr"
-_LOADED = ("rounding_seed",)  # the options by parameter that checkpoints decide
 _CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
 
 
@@ -158,13 +157,15 @@ def _group_values(
             problems.append(f"{key} is {described(other)} in the checkpoint")
     options = _options(load, index, saved, problems, is_own=is_own)
     after = ChainMap(options, group)
-    for option in [o for o in declaration.options if o.name not in _LOADED and any([o.name in g for g in saved])]:
-        mine = group.get(option.name, option.default)
-        if others := [g[option.name] for g in saved if not _equal(built_in(g.get(option.name, mine)), mine)]:
-            said = f"{option.name} is {described(others[0])} in the checkpoint, stays {described(mine)}"
-            load.report.changed.append(f"{group.label}: {said}")
-    foreign = {name: value for g in saved for name, value in foreign_options(g).items() if name not in kind._all_fields}
-    problems += [f"the checkpoint's {name}={described(value)} has no counterpart" for name, value in foreign.items()]
+    for option in declaration.options:
+        if option.name in shared and option.name not in declaration.loaded_options:
+            theirs, mine = built_in(saved[0][option.name]), group.get(option.name, option.default)
+            if not _equal(theirs, mine):
+                said = f"{option.name} is {described(theirs)} in the checkpoint, stays {described(mine)}"
+                load.report.changed.append(f"{group.label}: {said}")
+    foreign = foreign_options(saved, kind._all_fields)
+    for name, value in foreign.items():
+        problems.append(f"the checkpoint's {name}={described(value)} has no counterpart")
     chosen = (*declaration.statics, *declaration.scales, *declaration.options)
     skipped = {*kind._group_flags, *kind._modes, *[c.name for c in chosen], "params", "param_names", RULE, *foreign}
     found: dict[str, list[Any]] = {}
@@ -191,19 +192,23 @@ def _options(
     """
     group, found = load.groups[index], dict[str, Any]()
     declaration = group.kind._declaration
-    defaults = {s.name: s.default for s in declaration.statics if s.init} | {"maximize": False}
-    defaults |= {o.name: o.default for o in declaration.options if o.name in _LOADED}
-    choices = {h.name: h for h in declaration.hypers if h.fixed}
-    either = (group, *saved)
-    defaults |= {n: h.default for n, h in choices.items() if any([h.choice(g.get(n)) is not None for g in either])}
-    for name, default in defaults.items():
-        values, mine = [g.get(name, default) for g in saved if name in g or is_own], dict.get(group, name, default)
-        if all([type(value) in BUILT_IN and value == mine for value in values]):
-            continue
-        values = [built_in(copied(value, f"{name} of {group.label}")) for value in values]
+    defaults = declaration.loaded_options
+    others = {
+        name: default
+        for name, default in defaults.items()
+        for g in saved
+        if (is_own or name in g)
+        and (type(value := g.get(name, default)) not in BUILT_IN or value != dict.get(group, name, default))
+    }
+    fixed = {h.name: h for h in declaration.hypers if h.fixed} if others else {}
+    for name, default in others.items():
+        values = [built_in(copied(g.get(name, default), f"{name} of {group.label}")) for g in saved if is_own or name in g]
+        mine = group.get(name, default)
+        if name in fixed and not any([fixed[name].choice(value) is not None for value in (mine, *values)]):
+            continue  # numbers, which are no option
         if not all([_equal(value, values[0]) for value in values]):
             problems.append(f"its parameters were in groups with different {name}: [{', '.join(map(described, values))}]")
-        elif not _equal(values[0], group.get(name, default)):
+        elif not _equal(values[0], mine):
             found[name] = values[0]
     if not found:
         return found
@@ -220,8 +225,9 @@ def _options(
         if any([ours(j).buffers != theirs(j).buffers for j in range(len(group["params"]))]):
             problems.append(f"{name}, which decides which state there is, is {described(found.pop(name))} in the checkpoint")
     for name, value in found.items():
-        was = group.get(name, defaults[name])
-        load.report.changed.append(f"{group.label}: {name} is {described(value)} as in the checkpoint, was {described(was)}")
+        mine = group.get(name, defaults[name])
+        said = f"{name} is {described(value)} as in the checkpoint, was {described(mine)}"
+        load.report.changed.append(f"{group.label}: {said}")
     return found
 
 
@@ -283,8 +289,11 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 @functools.lru_cache
-def _is_of(kind: type[Declared], entries: frozenset[str]) -> bool:
-    """Whether a saved group with these entries has all options of ``kind``, and not those of an optimizer that has more."""
+def _own_names(kind: type[Declared], entries: frozenset[str]) -> frozenset[str]:
+    """The names of state of ``kind``, if a saved group with these entries is of it; else nothing.
+
+    The group then has all options of ``kind``, and not those of an optimizer that has more.
+    """
 
     def every(base: type[Declared]) -> Iterator[type[Declared]]:
         for each in base.__subclasses__():
@@ -294,7 +303,8 @@ def _is_of(kind: type[Declared], entries: frozenset[str]) -> bool:
         return frozenset({f.name for f in (*of._fields_of(Hyper), *of._fields_of(Static))} - of._added_choices().keys())
 
     own = options(kind)
-    return own <= entries and not any(own < options(other) <= entries for other in every(Declared))
+    is_of_kind = own <= entries and not any(own < options(other) <= entries for other in every(Declared))
+    return frozenset(kind._state_names()) if is_of_kind else frozenset()
 
 
 def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], every: Collection[str]) -> None:
@@ -306,28 +316,27 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], e
     """
 
     @functools.cache
-    def of_group(index: int, saved: int) -> tuple[Values, Callable[[int], StateForm], Collection[str], tuple[Buffer, ...]]:
+    def of_group(index: int, saved: int) -> tuple[Values, Callable[[int], StateForm], Collection[str], bool]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
         kind, declaration = group.kind, group.kind._declaration
-        known = {*kind._state_names()} if _is_of(cast("Any", kind), frozenset(saved_groups[saved])) else every
+        known = _own_names(cast("Any", kind), frozenset(saved_groups[saved])) or every
         initial = initial_values(declaration, ChainMap(loaded, group))
-        has_options = any([static.name in loaded for static in declaration.statics])  # which may give buffers other shapes
-        forms = StateForm.of_group(declaration, load.groups, index, loaded)
-        return initial, forms, known, declaration.buffers if has_options else ()
+        has_options = bool(loaded.keys() & declaration.loaded_options.keys())  # which may give buffers other shapes
+        return initial, StateForm.of_group(declaration, load.groups, index, loaded), known, has_options
 
     problems = load.report.mismatched
     for each in load.params:
         param, live = each.own.key, load.state.get(each.own.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
             continue  # there is nothing to copy, and nowhere to put it
-        initial, forms, known, chosen_anew = of_group(each.own.group, each.saved.group)
+        initial, forms, known, has_options = of_group(each.own.group, each.saved.group)
         own = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: Values = {}
         try:
             if not (reason := obstacle(param)):
                 form = forms(each.own.index)
-                old = [b.name for b in chosen_anew if b.name in live and tuple(live[b.name].shape) != form.shape_of(b)]
+                old = _reshaped(form, live) if has_options else []
                 live = {key: value for key, value in live.items() if key not in old} if old else live
                 own = _as_chosen(form, own)
                 if own or (foreign and param.requires_grad):
@@ -352,6 +361,12 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], e
                 problems.append(f"{each.own.name}: {problem}")
         if each.entries or param.requires_grad:
             each.gone.extend([key for key in live if key not in known and key not in foreign])
+
+
+def _reshaped(form: StateForm, live: Mapping[str, Any]) -> list[str]:
+    """The buffers in ``live`` that have another shape in this ``form``."""
+    buffers = [buffer for buffer in form.declaration.buffers if buffer.name in live]
+    return [b.name for b in buffers if tuple(live[b.name].shape) != form.shape_of(b)]
 
 
 def _on(param: Tensor, value: Any, what: str) -> Any:

@@ -111,7 +111,7 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
     if orphans := [key for key, value in apart.items() if is_orphan(key, value, known)]:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
     for index, group in enumerate(state_dict["param_groups"]):
-        for key, value in foreign_options(group).items():
+        for key, value in foreign_options([group]).items():
             raise ValueError(f"param_groups[{index}] has {key}={value!r}, which has no counterpart")
 
 

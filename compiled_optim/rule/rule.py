@@ -104,6 +104,17 @@ class Declaration:
         chosen = (field.name for field in (*self.statics, *self.options, *self.scales, *fixed))
         return frozenset({"params", "maximize", "differentiable", TRAIN_MODE, RULE, *chosen})
 
+    @functools.cached_property
+    def loaded_options(self) -> dict[str, Any]:
+        """The options of a group that a checkpoint decides, with their defaults."""
+        seeds = (option for option in self.options if option.name == "rounding_seed")
+        chosen: list[Any] = [
+            *(static for static in self.statics if static.init),
+            *seeds,
+            *(h for h in self.hypers if h.fixed),
+        ]
+        return {"maximize": False, **{field.name: field.default for field in chosen}}
+
     @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
         """The hyperparameters that a rule may read under these static choices."""

@@ -196,7 +196,7 @@ def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], i
     names, numbers = group.get("param_names"), {hyper.name for hyper in kind._fields_of(Hyper)}
     params = old["params"] if names is None else [*zip(names, old["params"], strict=True)]
     entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    for key, value in foreign_options(entries).items():
+    for key, value in foreign_options([entries]).items():
         raise ValueError(f"{key}={value!r} of param_groups[{index}] has no counterpart in {kind.__name__}")
     for made in [static for static in kind._fields_of(Static) if not static.init]:
         if entries.get(made.name, made.default) != made.default:
