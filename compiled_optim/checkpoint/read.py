@@ -137,12 +137,11 @@ def check_memory(tensor: Tensor, what: str) -> None:
 
 FORMAT_VERSION = 1
 
-_FOREIGN_OPTIONS = frozenset(
-    # of Muon of torch after 2.15, timm and pytorch_optimizer
-    ("use_gram_newton_schulz", "gram_newton_schulz_config")
-    + ("caution", "corrected_weight_decay", "trust_clip", "always_adapt")
-    + ("fixed_decay", "degenerated_to_sgd")
-)
+_FOREIGN_OPTIONS = {
+    *("use_gram_newton_schulz", "gram_newton_schulz_config"),  # Muon of torch after 2.15
+    *("caution", "corrected_weight_decay", "trust_clip", "always_adapt"),  # timm
+    *("fixed_decay", "degenerated_to_sgd"),  # pytorch_optimizer
+}
 """Options of newer versions of torch and of other packages, with which steps are others than here."""
 
 
