@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ``SystemExit`` ends ``--help`` and mistakes in options.
     """
     parser = argparse.ArgumentParser(
-        "compiled-optim", description="Look into checkpoints, schedules, models and steps.", epilog=_EPILOG
+        "compiled-optim", description="Look into checkpoints, models and steps.", epilog=_EPILOG
     )
     parser.add_argument("--version", action="version", version=f"compiled-optim {co.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)

@@ -24,7 +24,7 @@ from compiled_optim.command_line.parts.output import show, size, table
 
 _OK, _FALLBACK, _ABSENT = "ok", "falls back", "not here"
 _STYLES = {_OK: "green", _FALLBACK: "bold yellow", _ABSENT: "dim"}
-_EXTRAS = {"rich": "tables", "plotext": "cli", "matplotlib": "cli", "safetensors": "convert"}
+_EXTRAS = {"rich": "tables", "safetensors": "convert"}
 _OLDEST = (2, 11)
 
 

@@ -37,14 +37,14 @@ def _process(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproces
 
 
 def test_every_command_is_there() -> None:
-    assert commands() == ["convert", "diff", "doctor", "explain", "inspect", "list", "lowering", "preview"]
+    assert commands() == ["convert", "diff", "doctor", "explain", "inspect", "list", "lowering"]
 
 
 def test_help_lists_the_commands_and_imports_little() -> None:
     code = (
         "import sys\nfrom compiled_optim.command_line import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
-        "heavy = {'matplotlib', 'pandas', 'plotext', 'rich', 'safetensors', 'torchao', 'torch._inductor'}\n"
+        "heavy = {'matplotlib', 'pandas', 'rich', 'safetensors', 'torchao', 'torch._inductor'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
@@ -63,7 +63,7 @@ def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixtur
     assert "--traceback" in said
 
 
-@pytest.mark.parametrize("arguments", [[], ["nothing"], ["lowering", "--arch", "sm_10"], ["preview"], ["inspect"]])
+@pytest.mark.parametrize("arguments", [[], ["nothing"], ["lowering", "--arch", "sm_10"], ["inspect"]])
 def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(arguments)
@@ -72,7 +72,6 @@ def test_wrong_options_end_with_2(arguments: list[str], capsys: pytest.CaptureFi
 
 
 ERRORS = {
-    "preview StepLR(step_size=0)": "step 1 of 'StepLR(step_size=0)' fails: integer modulo by zero",
     "list adamm": "no optimizer is called 'adamm'; did you mean adam",
     "explain nowhere": "'nowhere' is neither a file nor package.module:name, such as torch.nn:Transformer",
     "explain torch.nn:Lineal": "torch.nn:Lineal: AttributeError: module 'torch.nn' has no attribute 'Lineal'",
@@ -84,16 +83,6 @@ ERRORS = {
     "lowering adamm --arch cpu --shapes 4": "no optimizer is called 'adamm'",
     "lowering adamw --shapes 4x": "--shapes must be gpt2, vit-tiny, or such as 768x3072,768*12; got '4x'",
     "lowering adamw --shapes 0": "--shapes must be gpt2, vit-tiny, or such as 768x3072,768*12; got '0'",
-    "preview StepLR(": "'StepLR(' cannot be read: '(' was never closed, at character 7",
-    "preview StepLR(step_size=open('x'))": "\"open('x')\" is no plain value",
-    "preview __import__('os').system('true')": "\"__import__('os').system('true')\" is no name with arguments",
-    "preview NoLR()": "'NoLR' is no scheduler that can be drawn; there are ConstantLR, CosineAnnealingLR,",
-    "preview LambdaLR(1)": "'LambdaLR' is no scheduler that can be drawn",
-    "preview StepLR()": "StepLR.__init__() missing 1 required positional argument: 'step_size'",
-    "preview StepLR(3) --steps 0": "--steps must be in [1, 1,000,000], got 0",
-    "preview StepLR(3)+StepLR(4)": "StepLR(3) does not say how many steps it takes: write StepLR(3)[100]",
-    "preview StepLR(3)['a']+StepLR(4)": "StepLR(3)['a']: the brackets take a number of steps",
-    "preview StepLR(3) --json --png x.jpg": "--png takes a file that ends in .png, got x.jpg",
     "inspect nowhere.pt": "[Errno 2] No such file or directory: 'nowhere.pt'",
     "diff adamw nowhere/a.pt": "there is no file adamw",
     "diff adamw torch.nothing": "torch.optim has no 'nothing'",
@@ -123,8 +112,6 @@ def test_traceback() -> None:
     ("module", "arguments", "said"),
     [
         ("rich", ["list"], "a table needs rich: pip install 'compiled-optim[cli]'"),
-        ("plotext", ["preview", "StepLR(3)"], "a drawing needs plotext: pip install 'compiled-optim[cli]'"),
-        ("matplotlib", ["preview", "StepLR(3)", "--png", "a.png"], "a picture needs matplotlib: pip install"),
         ("triton", ["lowering"], "compiling for a GPU needs triton: pip install triton"),
     ],
 )
@@ -137,9 +124,8 @@ def test_a_missing_package_is_named(
 
 
 def test_json_needs_no_other_package(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for module in ("rich", "plotext", "matplotlib"):
-        _hide(module, monkeypatch)
-    for arguments in (["list", "adamw"], ["preview", "StepLR(3)", "--steps", "5"], ["diff", "adam", "adamw"]):
+    _hide("rich", monkeypatch)
+    for arguments in (["list", "adamw"], ["diff", "adam", "adamw"]):
         assert main([*arguments, "--json"]) in (0, 1)
         assert json.loads(capsys.readouterr().out)
 

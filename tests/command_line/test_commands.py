@@ -1,10 +1,9 @@
-"""list, diff of names, lowering, preview, explain and doctor: what they find, and how it looks in 80 columns."""
+"""list, diff of names, lowering, explain and doctor: what they find, and how it looks in 80 columns."""
 
 from __future__ import annotations
 
 import inspect
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -125,91 +124,6 @@ class TestDiff:
 
 only adam: decoupled_weight_decay=False, decouple_wd=None""",
         )
-
-
-class TestPreview:
-    def test_numbers_are_the_schedulers(self, told: Any) -> None:
-        status, records = told("preview", "OneCycleLR(max_lr=3e-3,total_steps=50)", "--set", "lr=1e-4")
-        optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)], lr=1e-4)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=3e-3, total_steps=50)
-        expected: dict[str, list[float]] = {"lr": [], "beta1": []}
-        for _ in range(50):
-            expected["lr"].append(optimizer.param_groups[0]["lr"])
-            expected["beta1"].append(optimizer.param_groups[0]["betas"][0])
-            optimizer.step()
-            if len(expected["lr"]) < 50:
-                scheduler.step()
-        assert status == 0
-        assert records["curves"] == expected
-        assert records["constant"] == {"beta2": 0.999, "weight_decay": 0.01}
-
-    def test_one_after_the_other(self, told: Any) -> None:
-        schedule = "LinearLR(start_factor=0.1, total_iters=4) + CosineAnnealingLR(T_max=6)"
-        _, records = told("preview", schedule, "--set", "lr=1.0")
-        expected = [0.1 + 0.225 * i for i in range(4)] + [(1 + math.cos(math.pi * i / 6)) / 2 for i in range(6)]
-        assert records["steps"] == 10
-        assert records["curves"]["lr"] == pytest.approx(expected)
-
-    def test_both_together(self, told: Any) -> None:
-        _, records = told("preview", "StepLR(2) * StepLR(3, 0.5)", "--steps", "5", "--set", "lr=1.0")
-        assert records["curves"]["lr"] == pytest.approx([1.0, 1.0, 0.1, 0.05, 0.005])
-
-    def test_brackets_say_how_many(self, told: Any) -> None:
-        _, records = told("preview", "ConstantLR(factor=1.0)[3] + StepLR(1)[2]", "--set", "lr=1.0")
-        assert records["curves"]["lr"] == pytest.approx([1, 1, 1, 1, 0.1])
-
-    @pytest.mark.parametrize(
-        "schedule", ["CosineAnnealingLR(50)", "OneCycleLR(3e-3, 50)", "ConstantLR(0.1, 20) + LinearLR(1, 1, 30)"]
-    )
-    def test_lengths_by_position(self, schedule: str, told: Any) -> None:
-        assert told("preview", schedule)[1]["steps"] == 50
-
-    def test_what_torch_cannot_run(self, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["preview", "LinearLR(total_iters=10) + ConstantLR(total_iters=5) * StepLR(2)"]) == 2
-        assert "cannot run ConstantLR(total_iters=5) * StepLR(2) after another" in capsys.readouterr().err
-
-    def test_several_groups(self, drawn: Any) -> None:
-        assert "the first of 2 groups" in drawn("preview", "StepLR(2)", "--steps", "5", "--optimizer", "muonadamw")[1]
-
-    def test_not_finite(self, told: Any, drawn: Any) -> None:
-        schedule = ["preview", "ExponentialLR(gamma=1e300)", "--steps", "5"]
-        assert told(*schedule)[0] == 1
-        assert "! not finite: lr" in drawn(*schedule)[1]
-
-    @pytest.mark.parametrize("optimizer", ["sgd", "muonadamw", "rprop", "lbfgs"])
-    def test_optimizers(self, optimizer: str, told: Any) -> None:
-        assert told("preview", "ExponentialLR(gamma=0.5)", "--steps", "3", "--optimizer", optimizer)[0] == 0
-
-    def test_picture(self, drawn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.chdir(tmp_path)
-        assert_expected_inline(
-            in_ascii(drawn("preview", "CosineAnnealingLR(T_max=100)", "--png", "a.png")[1]),
-            """\
-CosineAnnealingLR(T_max=100)  100 steps of adamw
-                                       lr
-        +---------------------------------------------------------------------+
-   0.001|***********                                                          |
-        |           ********                                                  |
- 0.00075|                   ******                                            |
-        |                         *****                                       |
-        |                              *****                                  |
-  0.0005|                                  ******                             |
-        |                                        *****                        |
- 0.00025|                                             ******                  |
-        |                                                   ********          |
-2.47e-07|                                                          ***********|
-        ++-------------+------------+-------------+-------------+-------------+
-         0             20           40            60            80
-
-
-     first  highest  at step     lowest   at step       last
- -----------------------------------------------------------
- lr  0.001    0.001        0  2.467e-07        99  2.467e-07
-
-Constant: beta1 0.9, beta2 0.999, weight_decay 0.01.
-drawn into a.png""",
-        )
-        assert Path("a.png").read_bytes().startswith(b"\x89PNG")
 
 
 class TestLowering:
@@ -376,7 +290,7 @@ class TestDoctor:
         assert status == 0, records
         assert found["torch"]["detail"] == torch.__version__
         assert found["adamw on cpu"]["status"] == found["muon on cpu"]["status"] == found["compiled C++"]["status"] == "ok"
-        assert {"compiled_optim", "C++ compiler", "Triton", "GPU", "Triton's cache", "rich", "plotext"} <= found.keys()
+        assert {"compiled_optim", "C++ compiler", "Triton", "GPU", "Triton's cache", "rich"} <= found.keys()
 
     def test_drawn(self, drawn: Any) -> None:
         assert drawn("doctor")[1].endswith("nothing falls back")

@@ -103,7 +103,7 @@ BUDGET = {
     "": 2930,
     "capture": 1129,
     "checkpoint": 1385,
-    "command_line": 1609,
+    "command_line": 1413,
     "convert": 1565,
     "groups": 1355,
     "lowering": 5095,
