@@ -157,6 +157,7 @@ def one_process(tmp_path: Path) -> Iterator[None]:
     """Be the only process of a process group."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
     yield
+    gc.collect()  # a DistributedDataParallel that outlives the group may wait for its threads for ever
     torch.distributed.destroy_process_group()
 
 

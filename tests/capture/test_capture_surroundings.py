@@ -8,12 +8,10 @@ import weakref
 from collections.abc import Callable
 from concurrent import futures
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from capture_scenarios import KINDS, Side, assert_equal, give, kind_name, make, make_tables
 from cuda_device import DEVICE, needs_cuda
 from simulated_graph import SimulatedGraph, install
@@ -759,8 +757,8 @@ class TestKeptGraphs:
 
         self.check(function)
 
-    @pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-    def test_data_parallel_on_the_stream_of_the_runner(self, tmp_path: Path) -> None:
+    @pytest.mark.usefixtures("one_process")
+    def test_data_parallel_on_the_stream_of_the_runner(self) -> None:
         """It keeps a graph from where it was made, which only its user knows."""
 
         def function(side: Side, x: Tensor) -> Tensor:
@@ -770,22 +768,18 @@ class TestKeptGraphs:
             side.optimizer.step()
             return loss
 
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-        try:
-            ours, twin = of_first(), of_first()
-            for side in (ours, twin):
-                side.kept["parallel"] = DistributedDataParallel(side.model)
-            elsewhere = runner_of(ours, function)
-            elsewhere(batch(0))
-            function(twin, batch(0))
-            with pytest.raises(RuntimeError, match=r"DistributedDataParallel keeps such a graph; wrap .* stream="):
-                elsewhere(batch(1))
-            runner = runner_of(ours, function, stream=object())
-            for i in range(5):
-                assert torch.equal(runner(batch(i)), function(twin, batch(i)).detach())
-                assert_same_models(ours.model, twin.model, i)
-        finally:
-            dist.destroy_process_group()
+        ours, twin = of_first(), of_first()
+        for side in (ours, twin):
+            side.kept["parallel"] = DistributedDataParallel(side.model)
+        elsewhere = runner_of(ours, function)
+        elsewhere(batch(0))
+        function(twin, batch(0))
+        with pytest.raises(RuntimeError, match=r"DistributedDataParallel keeps such a graph; wrap .* stream="):
+            elsewhere(batch(1))
+        runner = runner_of(ours, function, stream=object())
+        for i in range(5):
+            assert torch.equal(runner(batch(i)), function(twin, batch(i)).detach())
+            assert_same_models(ours.model, twin.model, i)
         assert co.compile_report(ours.optimizer).replays == 4
 
 

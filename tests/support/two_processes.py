@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import os
 import traceback
 from collections.abc import Callable, Mapping
@@ -79,4 +80,5 @@ def _worker(rank: int, checks: Mapping[str, Callable[[Path], None]], directory: 
             outcome.flush()
             dist.barrier()  # nobody begins the next check, in which all may be ended, before all have passed this one
             faulthandler.cancel_dump_traceback_later()
+    gc.collect()  # a DistributedDataParallel that outlives the group may wait for its threads for ever
     dist.destroy_process_group()
