@@ -151,7 +151,7 @@ def _group_values(
         problems.append(f"the checkpoint has no {', '.join(absent)} for it")
     if others := [g[RULE] for g in saved if g.get(RULE, kind.__name__) != kind.__name__]:
         problems.append(f"{RULE} is {described(others[0])} in the checkpoint, and {kind.__name__} here")
-    for key in [s.name for s in declaration.statics if not s.init]:
+    for key in [s.name for s in declaration.statics if not s.init and s.name not in DECOUPLED]:
         kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
         if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
             problems.append(f"{key} is {described(other)} in the checkpoint")
@@ -245,6 +245,7 @@ def _decay_conflicts(
     noted = {name: is_set(saved, name, group.label) for name in (_BY_LR, *DECOUPLED) if saved.get(name) is not None}
     choices = {**defaults, _BY_LR: False, **noted}
     torchs_name, name = DECOUPLED
+    name = name if name in defaults else torchs_name
     is_known = torchs_name not in defaults or saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
     meanings = [(_BY_LR, choices[_BY_LR], bool(after.get(_BY_LR)))]
     meanings += [(name, is_decoupled(choices), is_decoupled(after))] if name in defaults and is_known else []

@@ -171,6 +171,16 @@ class TestTorch:
             ours.load_state_dict(_copied(adam))
         assert not any(entries["step"] for entries in ours.state.values())
 
+    @pytest.mark.parametrize("name", ["Adam", "AdamW"])
+    def test_without_decay_adam_and_adamw_are_one(self, name: str) -> None:
+        model = _model()
+        theirs = getattr(torch.optim, name)(model.items(), lr=0.02, weight_decay=0.0)
+        _train(theirs, model, range(3))
+        twin = _twin(model)
+        ours = getattr(co, {"Adam": "AdamW", "AdamW": "Adam"}[name])(twin.items(), weight_decay=0.0)
+        assert ours.load_state_dict(_copied(theirs))[:3] == ([], [], [])
+        _same_future((theirs, model), (ours, twin), 1e-12)
+
     def test_another_optimizer_is_refused_before_it_took_a_step(self) -> None:
         model = _model()
         fresh = torch.optim.AdamW(model.items()).state_dict()
