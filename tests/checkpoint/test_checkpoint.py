@@ -321,7 +321,7 @@ def _reshape(saved: dict[str, Any]) -> None:
 
 
 def _foreign(saved: dict[str, Any]) -> None:
-    saved["state"][1]["max_exp_avg_sq"] = torch.zeros(2, 3)
+    saved["state"][1]["kahan_comp"] = torch.full((2, 3), 0.1)
 
 
 def _future(saved: dict[str, Any]) -> None:
@@ -345,7 +345,7 @@ def _twice(saved: dict[str, Any]) -> None:
     [
         (_drop, "b: the checkpoint has no exp_avg for it"),
         (_reshape, r"b: exp_avg has shape \(3, 2\) instead of \(2, 3\)"),
-        (_foreign, "b: the optimizer has no max_exp_avg_sq for it"),
+        (_foreign, "b: the optimizer has no kahan_comp for it"),
         (_future, "format_version 99; this release reads up to 1"),
         (_no_groups, "must be a dict with 'state' and 'param_groups'"),
         (_text, "b: exp_avg is not a tensor"),
