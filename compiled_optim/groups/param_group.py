@@ -242,7 +242,7 @@ class ParamGroup(WatchedDict[str, Any]):
         hyper = self._hypers.get(key)
         value = value if type(value) in BUILT_IN else built_in_entries(self.kind, {key: value})[key]
         taken = None if hyper is None or is_own(hyper, value, self) else self._taken(key, value)
-        if key in self._declaration.structural_entries:
+        if key in self._declaration.loaded_options:
             self._enter(key, value, taken, is_loaded=True)
         elif taken is None:
             self.set_quietly(key, value)
