@@ -189,8 +189,8 @@ def read(state_dict: Any) -> dict[str, Any]:
 
 def foreign_options(groups: Iterable[Mapping[str, Any]], known: Collection[str] = ()) -> dict[str, Any]:
     """The options of others that are switched on in ``groups``, with which steps are others than here, unless ``known``."""
-    off, names = (type(None), bool, int, float), _FOREIGN_OPTIONS.difference(known)
-    return {n: g[n] for g in groups for n in names & g.keys() if not isinstance(g[n], off) or g[n]}
+    found = {name: group[name] for group in groups for name in _FOREIGN_OPTIONS.difference(known) & group.keys()}
+    return {name: value for name, value in found.items() if (isinstance(value, Tensor) and value.numel() > 1) or value}
 
 
 def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:

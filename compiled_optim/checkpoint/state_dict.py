@@ -168,6 +168,9 @@ def _group_values(
         problems.append(f"the checkpoint's {name}={described(value)} has no counterpart")
     chosen = (*declaration.statics, *declaration.scales, *declaration.options)
     skipped = {*kind._group_flags, *kind._modes, *[c.name for c in chosen], "params", "param_names", RULE, *foreign}
+    for h in declaration.hypers:
+        if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)]):
+            skipped.add(h.name)
     found: dict[str, list[Any]] = {}
     for g in saved:
         for key in g:
@@ -202,10 +205,13 @@ def _options(
     }
     fixed = {h.name: h for h in declaration.hypers if h.fixed} if others else {}
     for name, default in others.items():
-        values = [built_in(copied(g.get(name, default), f"{name} of {group.label}")) for g in saved if is_own or name in g]
-        mine = group.get(name, default)
-        if name in fixed and not any([fixed[name].choice(value) is not None for value in (mine, *values)]):
-            continue  # numbers, which are no option
+        told, mine = [g for g in saved if is_own or name in g], group.get(name, default)
+        if isinstance(default, bool):
+            values: list[Any] = [is_set({name: g.get(name, default)}, name, group.label) for g in told]
+        else:
+            values = [built_in(copied(g.get(name, default), f"{name} of {group.label}")) for g in told]
+        if name in fixed and len({fixed[name].choice(value) for value in (mine, *values)}) == 1:
+            continue  # the same, or numbers, which are no option
         if not all([_equal(value, values[0]) for value in values]):
             problems.append(f"its parameters were in groups with different {name}: [{', '.join(map(described, values))}]")
         elif not _equal(values[0], mine):
@@ -215,7 +221,7 @@ def _options(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the constructor gave the advice
-            group.check({**group, **found})
+            group.check({**{h.name: saved[0][h.name] for h in declaration.hypers if h.name in saved[0]}, **found})
     except (TypeError, ValueError) as error:
         problems.append(f"the checkpoint's {', '.join(found)} cannot be taken: {error}")
         return {}
@@ -344,7 +350,6 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], e
                     values = _values(form, own, saved_groups[each.saved.group])
                 if values or (live and param.requires_grad):
                     load.copies += _copies(form, live, each.new, values, initial)
-                each.gone.extend([name for name in old if name not in each.new])
             elif own:
                 raise Unloadable(reason)
         except Unloadable as problem:
@@ -362,6 +367,21 @@ def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], e
                 problems.append(f"{each.own.name}: {problem}")
         if each.entries or param.requires_grad:
             each.gone.extend([key for key in live if key not in known and key not in foreign])
+
+
+def drop_reshaped(load: PreparedLoad) -> None:
+    """Let parameters begin anew whose state has another shape under the options that their group takes."""
+    renewed = {each.own.key: each.new for each in load.params}
+    for index, values in load.group_values.items():
+        group = load.groups[index]
+        if not values.keys() & group.kind._declaration.loaded_options.keys():
+            continue
+        forms = StateForm.of_group(group.kind._declaration, load.groups, index, values)
+        for j, param in enumerate(group["params"]):
+            live = load.state.get(param, {})
+            if any([name not in renewed.get(param, {}) for name in _reshaped(forms(j), live)]):
+                own = [name for name in group.kind._state_names() if name in live]
+                load.afterwards += [partial(live.pop, name) for name in own]
 
 
 def _reshaped(form: StateForm, live: Mapping[str, Any]) -> list[str]:
@@ -652,6 +672,7 @@ def prepare_load(
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], [], []), groups, state, params, foreign)
         conflicts = check_groups(load, saved["param_groups"], keep=keep, is_own="format_version" in given)
         check_state(load, saved["param_groups"], known)
+        drop_reshaped(load)
         load.report.mismatched.extend(conflicts)
         theirs = saved["param_groups"]
         if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in theirs]):

@@ -263,11 +263,8 @@ class ParamGroup(WatchedDict[str, Any]):
         values = built_in_entries(self.kind, dict(*args, **kwargs))
         numeric = [key for key in values if key in self._hypers and self._hypers[key].choice(values[key]) is None]
         taken = {key: self._taken(key, values[key]) for key in numeric}
-        others, structural = values.keys() - taken.keys(), self._declaration.structural_entries
-        if driven := [key for key in others & self._hypers.keys() if any(n.is_driven for n in self._numbers[key])]:
-            raise ValueError(f"opt.schedule sets {driven[0]} of {self.label}: end that with opt.schedule({driven[0]}=None)")
-        if structural & others or others - self.keys():
-            self._check({**self, **values}, self)
+        self.check(values)
+        structural = self._declaration.structural_entries
         for key, value in values.items():
             if not (key in taken or key in self or key in structural):
                 warn_of_entry(key, (*self._hypers, *structural), self.label)
@@ -284,9 +281,14 @@ class ParamGroup(WatchedDict[str, Any]):
         for name in (h.name for h in self._hypers.values() if h.when == key and value):
             self._show(name, new=True)
 
-    def check(self, entries: Mapping[str, Any]) -> None:
-        """Raise what an assignment of these ``entries`` raises, which are all of the group as they would be."""
-        self._check(entries, self)
+    def check(self, values: Mapping[str, Any]) -> None:
+        """Raise ``ValueError`` or ``TypeError`` where choices among ``values`` cannot be written, or new entries."""
+        hypers = self._hypers
+        others = {key for key in values if key not in hypers or hypers[key].choice(values[key]) is not None}
+        if driven := [key for key in others & hypers.keys() if any(n.is_driven for n in self._numbers[key])]:
+            raise ValueError(f"opt.schedule sets {driven[0]} of {self.label}: end that with opt.schedule({driven[0]}=None)")
+        if self._declaration.structural_entries & others or others - self.keys():
+            self._check({**self, **values}, self)
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
         """Each element of ``value``, whatever its range, and its number as it is now; an error where one is no number."""

@@ -187,7 +187,8 @@ def check_kept(choices: Iterable[Scale | Option], group: Mapping[str, Any], gone
         for key in itertools.chain(*map(alternatives, map(str, keys))) if is_by_name else ():
             found = {name for name in (*gone, *left) if matches(key, [name])}
             if found and found <= gone:
-                raise ValueError(f"{choice.name} has {key!r} for '{min(found)}', whose place a tensor took that has no name")
+                said = f"{choice.name} has {key!r} for '{min(found)}', whose place a tensor took that has no name"
+                raise ValueError(f"{said}: assign param_names, or another {choice.name}, to the group")
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:

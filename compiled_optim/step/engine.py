@@ -342,7 +342,9 @@ class Engine:
             found.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
         if {*found} - {*names, *known.values()}:
             left = {known.get(id(param)) for each in self.groups for param in each["params"]}
-            check_kept(group.kind._fields_of((Option, Scale)), group, {*names} - {*found} - left, found)
+            gone = {*names} - {*found} - left
+            if any(before in gone and now not in names for before, now in zip(names, found, strict=False)):
+                check_kept(group.kind._fields_of((Option, Scale)), group, gone, found)
         if found != list(names):
             group.set_quietly("param_names", found)
 
