@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from operator import methodcaller
-from typing import Any, Literal, NamedTuple, TypeAlias, cast
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -49,7 +49,7 @@ from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import BUILT_IN, Buffer, Flag, Hyper, Scale, Static, built_in
+from compiled_optim.rule.fields import BUILT_IN, Buffer, Flag, Hyper, Scale, built_in
 from compiled_optim.rule.rule import RULE, WHY, Declaration
 from compiled_optim.rule.storage import CODE_DTYPES, PARTS, code_name, scale_name
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
@@ -107,10 +107,10 @@ class PreparedLoad:
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
-def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool, is_own: bool) -> list[str]:
+def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
     """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
 
-    With ``keep``, only modes are taken, and nothing else is looked at. ``is_own`` says that this package saved the groups.
+    With ``keep``, only modes are taken, and nothing else is looked at.
 
     Raises:
         ValueError, TypeError: a value cannot be read, or a hyperparameter is none.
@@ -121,7 +121,7 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
     conflicts: list[str] = []
     for index, found in sources.items():
         group, saved = load.groups[index], list(found.values())
-        values, problems = ({}, []) if keep else _group_values(load, index, saved, is_own=is_own)
+        values, problems = ({}, []) if keep else _group_values(load, index, saved)
         for name in group.kind._modes:
             modes = [g.get(name, True) for g in saved]
             if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
@@ -134,9 +134,7 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
     return conflicts
 
 
-def _group_values(
-    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], *, is_own: bool
-) -> tuple[dict[str, Any], list[str]]:
+def _group_values(load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
     """The entries that a group takes from ``saved`` groups, hyperparameters as Python numbers, and what does not fit.
 
     Run-time flags and what only the constructor decides stay as they are. So does ``weight_decay`` where it would mean
@@ -155,7 +153,7 @@ def _group_values(
         kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
         if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
             problems.append(f"{key} is {described(other)} in the checkpoint")
-    options = _options(load, index, saved, problems, is_own=is_own)
+    options = _options(load, index, saved, problems)
     after = ChainMap(options, group)
     for option in declaration.options:
         if option.name in shared and option.name not in declaration.loaded_options:
@@ -185,13 +183,10 @@ def _group_values(
     return options | {key: values[0] for key, values in found.items() if key not in differing}, problems
 
 
-def _options(
-    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str], *, is_own: bool
-) -> dict[str, Any]:
+def _options(load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str]) -> dict[str, Any]:
     """The options of a group that are others in ``saved`` groups; what it cannot take is added to ``problems``.
 
-    Groups of this package leave out an option that has its default. An option that decides which buffers exist must be
-    the same.
+    An option that decides which buffers exist must be the same.
     """
     group, found = load.groups[index], dict[str, Any]()
     declaration = group.kind._declaration
@@ -200,16 +195,15 @@ def _options(
         name: default
         for name, default in defaults.items()
         for g in saved
-        if (is_own or name in g)
-        and (type(value := g.get(name, default)) not in BUILT_IN or value != dict.get(group, name, default))
+        if name in g and (type(g[name]) not in BUILT_IN or g[name] != dict.get(group, name, default))
     }
     fixed = {h.name: h for h in declaration.hypers if h.fixed} if others else {}
     for name, default in others.items():
-        told, mine = [g for g in saved if is_own or name in g], group.get(name, default)
+        told, mine = [g for g in saved if name in g], group.get(name, default)
         if isinstance(default, bool):
-            values: list[Any] = [is_set({name: g.get(name, default)}, name, group.label) for g in told]
+            values: list[Any] = [is_set(g, name, group.label) for g in told]
         else:
-            values = [built_in(copied(g.get(name, default), f"{name} of {group.label}")) for g in told]
+            values = [built_in(copied(g[name], f"{name} of {group.label}")) for g in told]
         if name in fixed and len({fixed[name].choice(value) for value in (mine, *values)}) == 1:
             continue  # the same, or numbers, which are no option
         if not all([_equal(value, values[0]) for value in values]):
@@ -295,38 +289,22 @@ def _equal(a: Any, b: Any) -> bool:
         return False
 
 
-@functools.lru_cache
-def _own_names(kind: type[Declared], entries: frozenset[str]) -> frozenset[str]:
-    """The names of state of ``kind``, if a saved group with these entries is of it; else nothing.
-
-    The group then has all options of ``kind``, and not those of an optimizer that has more.
-    """
-
-    def every(base: type[Declared]) -> Iterator[type[Declared]]:
-        for each in base.__subclasses__():
-            yield from (each, *every(each))
-
-    def options(of: type[Declared]) -> frozenset[str]:
-        return frozenset({f.name for f in (*of._fields_of(Hyper), *of._fields_of(Static))} - of._added_choices().keys())
-
-    own = options(kind)
-    is_of_kind = own <= entries and not any(own < options(other) <= entries for other in every(Declared))
-    return frozenset(kind._state_names()) if is_of_kind else frozenset()
-
-
-def check_state(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], every: Collection[str]) -> None:
+def check_state(
+    load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], saved_by: Any, every: Collection[str]
+) -> None:
     """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
 
     A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
-    what fits is taken. ``every`` has the names that an optimizer gives; where a saved group has all options of the class,
-    its own alone count, as torch.optim loads whatever is there.
+    what fits is taken. ``every`` has the names that an optimizer gives; of a group that was ``saved_by`` a class of the same
+    name, that class's alone count, and others are a user's.
     """
 
     @functools.cache
     def of_group(index: int, saved: int) -> tuple[Values, Callable[[int], StateForm], Collection[str], bool]:
         group, loaded = load.groups[index], load.group_values.get(index, {})
         kind, declaration = group.kind, group.kind._declaration
-        known = _own_names(cast("Any", kind), frozenset(saved_groups[saved])) or every
+        is_same_class = saved_groups[saved].get(RULE, saved_by) == kind.__name__
+        known = {*kind._state_names()} if is_same_class else every
         initial = initial_values(declaration, ChainMap(loaded, group))
         has_options = bool(loaded.keys() & declaration.loaded_options.keys())  # which may give buffers other shapes
         return initial, StateForm.of_group(declaration, load.groups, index, loaded), known, has_options
@@ -570,6 +548,8 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
 def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[str, str]) -> dict[str, Any]:
     """The state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers as they are.
 
+    Groups have all options that a load takes, also those with their defaults, and ``"optimizer"`` is the class's name.
+
     Run-time flags have their defaults in it, whatever the optimizer's own are.
     """
     packed_groups, packed_state = [], {}
@@ -582,6 +562,7 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
         flags = {flag.name: flag.default for flag in group.kind._fields_of(Flag) if flag.name != "maximize"}
         packed = {k: flags.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
+        packed |= {name: default for name, default in declaration.loaded_options.items() if name not in group}
         packed |= {RULE: group.kind.__name__} if RULE in packed else {}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})
         for param, number in numbers.items():
@@ -595,6 +576,7 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
                 }
     packed_state |= {key: value for key, value in state.foreign.items() if key not in packed_state}
     result = {"state": packed_state, "param_groups": packed_groups, "format_version": FORMAT_VERSION}
+    result |= {"optimizer": groups[0].kind.__name__} if groups else {}
     return result | ({"aliases": dict(aliases)} if aliases else {})
 
 
@@ -670,8 +652,8 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], [], []), groups, state, params, foreign)
-        conflicts = check_groups(load, saved["param_groups"], keep=keep, is_own="format_version" in given)
-        check_state(load, saved["param_groups"], known)
+        conflicts = check_groups(load, saved["param_groups"], keep=keep)
+        check_state(load, saved["param_groups"], given.get("optimizer"), known)
         drop_reshaped(load)
         load.report.mismatched.extend(conflicts)
         theirs = saved["param_groups"]

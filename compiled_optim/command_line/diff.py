@@ -129,7 +129,7 @@ def _entries(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     found = {name: dict(_leaves(entries)) for name, _, entries in parameters(content)}
     owned = {param for group in content["param_groups"] for param in group["params"]}
     foreign = {f"state[{key!r}]": value for key, value in content["state"].items() if key not in owned}
-    known = ("state", "param_groups", "format_version", "unordered")  # the last two are about the file
+    known = ("state", "param_groups", "format_version", "optimizer", "unordered")  # the last two are about the file
     foreign |= {f"[{key!r}]": value for key, value in content.items() if key not in known}
     return found | {key: dict(_leaves(value)) for key, value in foreign.items()}
 

@@ -33,7 +33,7 @@ _SLACK = 1 << 17  # entries that are the same ones again
 UNORDERED = "unordered"
 """The entry of a state dict whose parameters are perhaps not listed in the model's order."""
 
-_TOP = {"state", "param_groups", "aliases", "format_version", "optimizers", UNORDERED}
+_TOP = {"state", "param_groups", "aliases", "format_version", "optimizer", "optimizers", UNORDERED}
 
 _LISTED = ("params", "param_names")
 _WITHOUT_EFFECT = {

@@ -7,12 +7,14 @@ import inspect
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from catalog import COMBINED, registry, required, wide_scalars
 from simulated_graph import install
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
@@ -271,16 +273,99 @@ def test_groups_with_other_options_cannot_become_one() -> None:
 
 
 def test_options_that_do_not_fit_each_other_stay() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    saved = co.Muon([weight], ns_coefficients=[(3.0, -4.0, 1.8)] * 5, nesterov=False).state_dict()
+    saved["param_groups"][0]["adjust_lr_fn"] = "bogus"
+    loader = co.Muon([weight])
+    with pytest.raises(ValueError, match=r"the checkpoint's .*adjust_lr_fn.* cannot be taken: .*bogus is not supported"):
+        loader.load_state_dict(saved)
+    report = loader.load_state_dict(saved, strict=False)
+    assert len(report.mismatched) == 1
+    assert report.changed == []
+    assert loader.state_dict()["param_groups"] == co.Muon([weight]).state_dict()["param_groups"]
+    saved["param_groups"][0]["nesterov"] = "yes"
+    with pytest.raises(ValueError, match=r"nesterov of param_groups\[0\] is not a number"):
+        loader.load_state_dict(saved, strict=False)
+
+
+@pytest.mark.parametrize("true", [1, True, torch.tensor(True), np.bool_(True), 1.0], ids=str)
+def test_options_are_taken_with_the_numbers_of_the_checkpoint(true: Any) -> None:
+    """Nesterov's needs momentum, which the optimizer has not, and torch.optim takes any truth value."""
     weight = nn.Parameter(torch.ones(3))
     saved = torch.optim.SGD([weight], momentum=0.5, nesterov=True).state_dict()
-    saved["param_groups"][0]["nesterov"] = "yes"
-    loader = co.SGD([weight], momentum=0.5)
-    with pytest.raises(
-        ValueError, match=r"the checkpoint's nesterov cannot be taken: nesterov of .* must be a bool, got 'yes'"
-    ):
-        loader.load_state_dict(saved)
-    assert any("nesterov" in said for said in loader.load_state_dict(saved, strict=False).mismatched)
+    saved["param_groups"][0]["nesterov"] = true
+    loader = co.SGD([weight])
+    assert loader.load_state_dict(saved)[:3] == ([], [], [])
+    assert loader.param_groups[0]["nesterov"] is True
+    saved["param_groups"][0]["nesterov"] = None
+    loader.load_state_dict(saved)
     assert loader.param_groups[0]["nesterov"] is False
+
+
+def test_a_choice_in_lists_is_the_same_choice() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = co.Muon([weight], ns_coefficients=[(3.0, -4.0, 1.8)] * 5)
+    saved = optimizer.state_dict()
+    saved["param_groups"][0]["ns_coefficients"] = [[3.0, -4.0, 1.8]] * 5
+    assert optimizer.load_state_dict(saved) == co.LoadReport([], [], [])
+
+
+def test_a_schedule_in_the_step_keeps_its_numbers() -> None:
+    weight = nn.Parameter(torch.ones(3, 3))
+    optimizer = co.Muon([weight])
+    optimizer.schedule(ns_coefficients=lambda step: (3.0, -4.0, 1.8))
+    saved = co.Muon([weight], ns_coefficients="polar_express").state_dict()
+    with pytest.raises(ValueError, match=r"cannot be taken: opt.schedule sets ns_coefficients"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("left_out", ["absent", "damaged", "frozen"])
+def test_what_takes_no_state_begins_anew_under_an_option_that_reshapes_it(left_out: str) -> None:
+    (saver, source), (loader, target) = made(co.Adafactor, factored_dims="largest"), made(co.Adafactor)
+    steps(saver, source, range(1, 4))
+    steps(loader, target, range(1, 4))
+    saved = copy.deepcopy(saver.state_dict())
+    if left_out == "absent":
+        saved["param_groups"][0] |= {"params": [1], "param_names": ["w.1"]}
+        del saved["state"][0]
+    elif left_out == "damaged":
+        saved["state"][0]["row_var"] = "no tensor"
+    else:
+        target[0].requires_grad_(False)
+        del saved["state"][0]
+    loader.load_state_dict(saved, strict=False)
+    target[0].requires_grad_(True)
+    fresh, twins = made(co.Adafactor, factored_dims="largest")
+    twins[0].data.copy_(target[0].data)
+    step(loader, target, 1)
+    step(fresh, twins, 1)
+    assert torch.equal(target[0], twins[0])
+
+
+@pytest.mark.parametrize(
+    ("option", "back", "flat"),
+    [(option, back, False) for option in ("cautious", "decouple_lr") for back in (False, True)] + [("cautious", True, True)],
+)
+def test_options_go_through_torchs_distributed_state_dicts(option: str, back: bool, flat: bool) -> None:
+    """Of a flattened one torch reads what the groups of the optimizer hold."""
+    how = StateDictOptions(flatten_optimizer_state_dict=flat)
+    models = [nn.Linear(3, 2, bias=False) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    saver, loader = (
+        co.AdamW(model.named_parameters(), weight_decay=1e-4, **({option: True} if has_it else {}))
+        for model, has_it in zip(models, (not back, back), strict=True)
+    )
+    for optimizer, model in ((saver, models[0]), (loader, models[1])):
+        model.weight.grad = torch.ones_like(model.weight)
+        optimizer.step()
+    models[1].load_state_dict(models[0].state_dict())
+    saved = copy.deepcopy(get_optimizer_state_dict(models[0], saver, options=how))
+    set_optimizer_state_dict(models[1], loader, saved, options=how)
+    assert loader.param_groups[0][option] is not back
+    for optimizer, model in ((saver, models[0]), (loader, models[1])):
+        model.weight.grad = torch.arange(6.0).view(2, 3).sin()
+        optimizer.step()
+    assert torch.equal(models[0].weight, models[1].weight)
 
 
 FOREIGN = {"use_gram_newton_schulz": True, "gram_newton_schulz_config": "x", "caution": torch.tensor(1.0), "trust_clip": 1}
@@ -301,7 +386,7 @@ def test_an_option_of_others_that_changes_steps_is_refused(name: str, value: Any
     theirs.param_groups[0][name] = value
     with pytest.raises(ValueError, match=rf"{name}=.* has no counterpart in Muon"):
         co.from_torch(theirs)
-    for off in (False, None, 0):
+    for off in (False, None, 0, "", np.bool_(False), torch.tensor(False)):
         saved["param_groups"][0][name] = off
         assert loader.load_state_dict(saved) == co.LoadReport([], [], [])
 

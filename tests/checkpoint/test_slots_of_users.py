@@ -49,35 +49,24 @@ def test_slots_with_the_names_of_other_classes_are_loaded(kind: type[co.Compiled
         assert torch.equal(copied, param)
 
 
-@pytest.mark.parametrize("name", ["z", "s", "d", "exp_avg"])
-@pytest.mark.parametrize("kind", ["SGD", "Rprop", "Adagrad"])
-def test_slots_beside_torchs_own_are_loaded(kind: str, name: str) -> None:
-    """From torch.optim's checkpoint as by its class."""
-    found = []
-    saving = getattr(torch.optim, kind)([param := torch.nn.Parameter(torch.ones(3))])
-    param.grad = torch.ones_like(param)
-    saving.step()
-    saving.state[param][name] = torch.arange(3.0)
-    for library in (torch.optim, co):
-        optimizer = getattr(library, kind)([p := torch.nn.Parameter(param.detach().clone())])
-        optimizer.load_state_dict(copy.deepcopy(saving.state_dict()))
-        p.grad = torch.ones_like(p)
-        optimizer.step()
-        found.append([p.tolist(), optimizer.state[p][name].tolist()])
-    assert found[0] == found[1]
-
-
 @pytest.mark.parametrize("strict", [True, False])
 @pytest.mark.parametrize(
     ("source", "target"),
-    [(co.AdamW, co.SGD), (co.Rprop, co.SGD), (co.SGD, co.AdamW), (co.Muon, co.Adam), (co.Lion, co.AdamW)],
+    [
+        (co.AdamW, co.SGD),
+        (co.Rprop, co.SGD),
+        (co.SGD, co.AdamW),
+        (co.Muon, co.Adam),
+        (co.Lion, co.AdamW),
+        (co.AdamW, co.Lion),
+    ],
 )
 def test_another_classes_checkpoint_is_refused_by_name(source: Any, target: Any, strict: bool) -> None:
     saving, param = _made(source)
     _step(saving, param)
     optimizer, other = _made(target)
     if strict:
-        with pytest.raises(ValueError, match="the checkpoint has no "):
+        with pytest.raises(ValueError, match=r"the (checkpoint|optimizer) has no "):
             optimizer.load_state_dict(saving.state_dict())
     else:
         assert optimizer.load_state_dict(saving.state_dict(), strict=False).mismatched

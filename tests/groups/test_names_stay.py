@@ -89,3 +89,17 @@ def test_choices_for_names_that_stay_or_were_given_up_are_not(option: str) -> No
         group["params"] = params
         optimizer.state_dict()
         assert group["param_names"] == names
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_a_parameter_that_is_removed_and_one_that_is_added_are_no_exchange(more: int) -> None:
+    tensors = [torch.nn.Parameter(torch.ones(2)) for _ in range(3 + more)]
+    named = list(zip(("a.w", "b.w", "c.w"), tensors, strict=False))
+    optimizer = co.AdamW([{"params": named, "exclude": ("a.*",)}], weights=None, lr_scale={"a.w": 0.5})
+    group = optimizer.param_groups[0]
+    group["params"].pop(0)
+    group["params"].extend(tensors[3:])
+    for param in group["params"]:
+        param.grad = torch.ones(2)
+    optimizer.step()
+    assert group["param_names"][:2] == ["b.w", "c.w"]
