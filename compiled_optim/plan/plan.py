@@ -242,6 +242,11 @@ class Plan:
     def _scalars_of(self, members: Sequence[Member]) -> list[Tensor]:
         return [m.entries[name] for name in self.rule.scalar_names for m in members]
 
+    def holds_scalars(self) -> bool:
+        """Whether the scalars of state still lie in the blocks."""
+        blocks = {block.untyped_storage()._cdata for block in self.scalar_blocks}
+        return all([scalar.untyped_storage()._cdata in blocks for scalar in self._scalars_of(self.members)])
+
     def _block_of(self, members: Sequence[Member]) -> Tensor | None:
         """The block that holds the scalars of ``members``, in this order, and nothing else; None if there is none."""
         if (block := _base_of(members[0])) is None:

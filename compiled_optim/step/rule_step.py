@@ -151,6 +151,10 @@ class RuleStep(Step):
         """Whether somebody gave state other memory than it had when the step was made."""
         return self.changes.is_state_handed_out and any(x.plan.addresses.others_moved() for x in self.lowerings)
 
+    def has_moved_scalars(self) -> bool:
+        """Whether somebody gave scalars of state memory of their own; compiled code reads those of a plan in one piece."""
+        return self.has_moved_state() and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
+
     def wakes(self, grads: Gradients) -> bool:
         if not self._stateless:
             return False

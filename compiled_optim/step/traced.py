@@ -53,8 +53,8 @@ def guard_params(engine: Engine) -> None:
 
 @called_while_tracing
 def _guard_state(key: str) -> None:
-    """Let what is traced be valid for as long as state is where the step has it, as step counts in one tensor."""
-    guard_by(ENGINES[key], lambda engine: not engine.step.has_moved_state())
+    """Let what is traced be valid for as long as scalars of state are where the step has them, in one tensor."""
+    guard_by(ENGINES[key], lambda engine: not engine.step.has_moved_scalars())
 
 
 @called_while_tracing

@@ -200,9 +200,12 @@ def test_which_plans_loops_serve(
         dtype = arranged if isinstance(arranged, torch.dtype) else torch.float32
         param = torch.empty(shape, dtype=dtype, device="cuda")
         param = nn.Parameter(param if isinstance(arranged, torch.dtype) else arranged(param))
-        optimizer_made = optimizer([("w", param)], **options)
-        assert _kinds(optimizer_made) == {KernelStackLowering if served else StackTableLowering}
-        assert co.compile_report(optimizer_made).fallbacks == ()
+        is_said = optimizer is _Sorted or (dtype, options) == (torch.float64, {"state_dtype": torch.bfloat16})  # by its rule
+        with pytest.warns(RuntimeWarning, match="Inductor compiles stacks, since") if is_said else contextlib.nullcontext():
+            optimizer_made = optimizer([("w", param)], **options)
+            kinds = _kinds(optimizer_made)
+        assert kinds == {KernelStackLowering if served else StackTableLowering}
+        assert len(co.compile_report(optimizer_made).fallbacks) == is_said
 
 
 def test_shards_go_another_way(one_process: None) -> None:
