@@ -102,17 +102,17 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 BUDGET = {
     "": 2930,
     "capture": 1129,
-    "checkpoint": 1385,
+    "checkpoint": 1388,
     "command_line": 1413,
     "convert": 1565,
-    "groups": 1355,
+    "groups": 1358,
     "lowering": 5095,
     "memory": 1283,
     "optimizers": 1919,
-    "plan": 869,
+    "plan": 874,
     "rule": 2855,
     "simulated": 715,
-    "step": 2168,
+    "step": 2174,
     "switch": 518,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
