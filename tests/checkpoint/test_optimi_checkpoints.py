@@ -120,7 +120,7 @@ class TestEveryOptimizer:
         _train(first, model, range(steps), without=("late",))
         twin = _twin(model)
         second = ours(twin)
-        assert second.load_state_dict(copy.deepcopy(first.state_dict())) == co.LoadReport([], [], [])
+        assert second.load_state_dict(copy.deepcopy(first.state_dict()))[:3] == ([], [], [])
         assert second.state[twin["late"]]["step"] == 0
         _same_future((first, model), (second, twin), ("late",) if steps and "eps" in CASES[case][1] else ())
 
