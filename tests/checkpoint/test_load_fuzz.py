@@ -203,7 +203,7 @@ def _load(case: Case, lowering: str, number: int) -> bool:
 def _refuses_what_is_out_of_range(optimizer: co.CompiledOptimizer, numbers: list[dict[str, Any]]) -> None:
     """A step refuses numbers that were loaded and no step can use; ``numbers`` are those to go on with."""
     groups: list[Any] = optimizer.param_groups
-    if not (messages := [message for group in groups for message in group.out_of_range.values()]):
+    if not (messages := [message for group in groups for message, _ in group.out_of_range.values()]):
         return
     with pytest.raises(ValueError, match=re.escape(messages[0])):
         train(optimizer)
