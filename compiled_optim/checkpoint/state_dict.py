@@ -107,10 +107,11 @@ class PreparedLoad:
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
-def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool) -> list[str]:
+def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool, is_own: bool) -> list[str]:
     """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
 
-    With ``keep``, only modes are taken, and nothing else is looked at.
+    With ``keep``, only modes are taken, and nothing else is looked at. ``is_own`` says that this package saved the groups,
+    which leave out options at their defaults.
 
     Raises:
         ValueError, TypeError: a value cannot be read, or a hyperparameter is none.
@@ -121,7 +122,7 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
     conflicts: list[str] = []
     for index, found in sources.items():
         group, saved = load.groups[index], list(found.values())
-        values, problems = ({}, []) if keep else _group_values(load, index, saved)
+        values, problems = ({}, []) if keep else _group_values(load, index, saved, is_own=is_own)
         for name in group.kind._modes:
             modes = [g.get(name, True) for g in saved]
             if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
@@ -134,7 +135,9 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
     return conflicts
 
 
-def _group_values(load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], list[str]]:
+def _group_values(
+    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], *, is_own: bool
+) -> tuple[dict[str, Any], list[str]]:
     """The entries that a group takes from ``saved`` groups, hyperparameters as Python numbers, and what does not fit.
 
     Run-time flags and what only the constructor decides stay as they are. So does ``weight_decay`` where it would mean
@@ -153,7 +156,7 @@ def _group_values(load: PreparedLoad, index: int, saved: Sequence[Mapping[str, A
         kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
         if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
             problems.append(f"{key} is {described(other)} in the checkpoint")
-    options = _options(load, index, saved, problems)
+    options = _options(load, index, saved, problems, is_own=is_own)
     after = ChainMap(options, group)
     for option in declaration.options:
         if option.name in shared and option.name not in declaration.loaded_options:
@@ -183,7 +186,9 @@ def _group_values(load: PreparedLoad, index: int, saved: Sequence[Mapping[str, A
     return options | {key: values[0] for key, values in found.items() if key not in differing}, problems
 
 
-def _options(load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str]) -> dict[str, Any]:
+def _options(
+    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str], *, is_own: bool
+) -> dict[str, Any]:
     """The options of a group that are others in ``saved`` groups; what it cannot take is added to ``problems``.
 
     An option that decides which buffers exist must be the same.
@@ -195,11 +200,12 @@ def _options(load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]],
         name: default
         for name, default in defaults.items()
         for g in saved
-        if name in g and (type(g[name]) not in BUILT_IN or g[name] != dict.get(group, name, default))
+        if (is_own or name in g)
+        and (type(value := g.get(name, default)) not in BUILT_IN or value != dict.get(group, name, default))
     }
     fixed = {h.name: h for h in declaration.hypers if h.fixed} if others else {}
     for name, default in others.items():
-        told, mine = [g for g in saved if name in g], group.get(name, default)
+        told, mine = [{name: default, **g} for g in saved if is_own or name in g], group.get(name, default)
         if isinstance(default, bool):
             values: list[Any] = [is_set(g, name, group.label) for g in told]
         else:
@@ -548,7 +554,7 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
 def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[str, str]) -> dict[str, Any]:
     """The state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers as they are.
 
-    Groups have all options that a load takes, also those with their defaults, and ``"optimizer"`` is the class's name.
+    ``"optimizer"`` is the class's name. A group lacks an option that has its default and torch.optim does not know.
 
     Run-time flags have their defaults in it, whatever the optimizer's own are.
     """
@@ -562,7 +568,6 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
         flags = {flag.name: flag.default for flag in group.kind._fields_of(Flag) if flag.name != "maximize"}
         packed = {k: flags.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
         packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
-        packed |= {name: default for name, default in declaration.loaded_options.items() if name not in group}
         packed |= {RULE: group.kind.__name__} if RULE in packed else {}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})
         for param, number in numbers.items():
@@ -652,7 +657,7 @@ def prepare_load(
         saved = from_optimi(given, declaration) if is_optimi(given) else given
         params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], [], []), groups, state, params, foreign)
-        conflicts = check_groups(load, saved["param_groups"], keep=keep)
+        conflicts = check_groups(load, saved["param_groups"], keep=keep, is_own="format_version" in given)
         check_state(load, saved["param_groups"], given.get("optimizer"), known)
         drop_reshaped(load)
         load.report.mismatched.extend(conflicts)

@@ -111,7 +111,6 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
  eps                            1e-08
  weight_decay                    0.01
  decoupled_weight_decay          True
- rounding_seed                      0
 
 
  name      shape  step  state       dtype      min      max  mean |x|
