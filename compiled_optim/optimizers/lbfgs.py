@@ -294,6 +294,7 @@ class LBFGSStep(Step):
     def _iterate(self, closure: Callable[[], Any], first: Any, lr: Tensor) -> None:
         group, memory = self._group, self._memory
         limit, tolerance = group["max_eval"], group["tolerance_change"]
+        limit = group["max_iter"] * 5 // 4 if limit is None else limit  # as a checkpoint may say
         loss, gradient = float(first), self._gradient()
         memory["func_evals"].add_(1)
         evaluations, pairs = 1, int(memory["pairs"])

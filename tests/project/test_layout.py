@@ -108,7 +108,7 @@ BUDGET = {
     "groups": 1358,
     "lowering": 5095,
     "memory": 1283,
-    "optimizers": 1919,
+    "optimizers": 1920,
     "plan": 874,
     "rule": 2855,
     "simulated": 715,
