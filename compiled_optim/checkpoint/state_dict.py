@@ -18,7 +18,6 @@ from collections import ChainMap
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import methodcaller
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
@@ -90,7 +89,7 @@ class LoadReport(NamedTuple):
     missing: list[str]
     unexpected: list[str]
     mismatched: list[str]
-    changed: list[str] = []
+    changed: list[str]
 
 
 @dataclass
@@ -533,7 +532,7 @@ step_size sum t variance weight_sum z
 
 def known_names(*kinds: type[Declared]) -> frozenset[str]:
     """The entries of a parameter's state that are an optimizer's: of this package, torch.optim, optimi, or of ``kinds``."""
-    return frozenset(_ENTRIES.split()).union(*map(methodcaller("_state_names"), kinds))
+    return frozenset(_ENTRIES.split()).union(*(kind._state_names() for kind in kinds))
 
 
 def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:

@@ -33,7 +33,7 @@ _SLACK = 1 << 17  # entries that are the same ones again
 UNORDERED = "unordered"
 """The entry of a state dict whose parameters are perhaps not listed in the model's order."""
 
-_TOP = {"state", "param_groups", "aliases", "format_version", "optimizer", "optimizers", UNORDERED}
+_TOP = {"state", "param_groups", "aliases", "format_version", "optimizers", UNORDERED}
 
 _LISTED = ("params", "param_names")
 _WITHOUT_EFFECT = {
@@ -117,7 +117,7 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
 
 def check_alone(state_dict: Mapping[str, Any], kept: Collection[Any] = ()) -> None:
     """Raise ``ValueError`` where a state dict has entries beside the optimizer's, such as a model, that are not ``kept``."""
-    if others := [key for key in state_dict if key not in _TOP and key not in kept]:
+    if others := [k for k, v in state_dict.items() if k not in {*_TOP, *kept} and (k, type(v)) != ("optimizer", str)]:
         raise ValueError(f"beside the optimizer's state it holds {listed(others)}, which would be lost")
 
 

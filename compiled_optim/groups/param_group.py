@@ -261,9 +261,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def update(self, *args: Any, **kwargs: Any) -> None:
         """As ``dict.update``, but nothing is written if one of the values is refused."""
         values = built_in_entries(self.kind, dict(*args, **kwargs))
-        numeric = [key for key in values if key in self._hypers and self._hypers[key].choice(values[key]) is None]
-        taken = {key: self._taken(key, values[key]) for key in numeric}
-        self.check(values)
+        taken = {key: self._taken(key, values[key]) for key in self.check(values)}
         structural = self._declaration.structural_entries
         for key, value in values.items():
             if not (key in taken or key in self or key in structural):
@@ -281,14 +279,15 @@ class ParamGroup(WatchedDict[str, Any]):
         for name in (h.name for h in self._hypers.values() if h.when == key and value):
             self._show(name, new=True)
 
-    def check(self, values: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` or ``TypeError`` where choices among ``values`` cannot be written, or new entries."""
-        hypers = self._hypers
-        others = {key for key in values if key not in hypers or hypers[key].choice(values[key]) is not None}
-        if driven := [key for key in others & hypers.keys() if any(n.is_driven for n in self._numbers[key])]:
+    def check(self, values: Mapping[str, Any]) -> list[str]:
+        """Return the keys of ``values`` that are numbers; an error where choices or new entries cannot be written."""
+        numeric = [key for key in values if key in self._hypers and self._hypers[key].choice(values[key]) is None]
+        others = values.keys() - numeric
+        if driven := [key for key in others & self._hypers.keys() if any(n.is_driven for n in self._numbers[key])]:
             raise ValueError(f"opt.schedule sets {driven[0]} of {self.label}: end that with opt.schedule({driven[0]}=None)")
         if self._declaration.structural_entries & others or others - self.keys():
             self._check({**self, **values}, self)
+        return numeric
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
         """Each element of ``value``, whatever its range, and its number as it is now; an error where one is no number."""

@@ -70,7 +70,7 @@ def test_by_name_in_another_order_and_grouping() -> None:
         changed[name].data.copy_(weights[name])
     resumed = co.AdamW(_groups(changed, "eb", "daNc"), lr=0.05)
     report = resumed.load_state_dict(saved, strict=False)
-    assert report == co.LoadReport(missing=["N"], unexpected=["X"], mismatched=[])
+    assert report == co.LoadReport(missing=["N"], unexpected=["X"], mismatched=[], changed=[])
     with pytest.raises(ValueError, match=r"missing: N; unexpected: X"):
         co.AdamW(_groups(changed, "eb", "daNc")).load_state_dict(saved)
     for name in "abcde":
@@ -210,7 +210,7 @@ class TestNamesOfTheCheckpoint:
             assert [g["param_names"] for g in optimizer.state_dict()["param_groups"]] == [["a"], ["b"]]
         assert [g["params"] for g in co.named_state_dict(ours)["param_groups"]] == [["a"], ["b"]]
         later = pickle.loads(pickle.dumps(ours))
-        assert later.load_state_dict(saved) == co.LoadReport([], [], [])
+        assert later.load_state_dict(saved) == co.LoadReport([], [], [], [])
         ours.load_state_dict(co.AdamW([{"params": [p]} for p in model.values()]).state_dict())
         assert [g["param_names"] for g in ours.param_groups] == [["a"], ["b"]]
 
@@ -507,7 +507,7 @@ def test_a_changed_model_goes_on_where_it_was(named: bool) -> None:
     resumed = co.AdamW([{"params": items[:3]}, {"params": items[3:]}], lr=0.05, eps=1e-3)
     with pytest.raises(ValueError, match=r"\(AdamW\); missing: new; unexpected: gone$"):
         resumed.load_state_dict(saved)
-    assert resumed.load_state_dict(saved, strict=False) == co.LoadReport(["new"], ["gone"], [])
+    assert resumed.load_state_dict(saved, strict=False) == co.LoadReport(["new"], ["gone"], [], [])
     for name in common:
         for key, value in optimizer.state[straight[name]].items():
             assert torch.equal(resumed.state[changed[name]][key], value)
@@ -556,7 +556,7 @@ class TestNamed:
         with pytest.raises(ValueError, match="missing: b; unexpected: c"):
             co.load_named_state_dict(optimizer, saved)
         report = co.load_named_state_dict(optimizer, saved, strict=False, hyperparameters="keep")
-        assert report == co.LoadReport(["b"], ["c"], [])
+        assert report == co.LoadReport(["b"], ["c"], [], [])
         assert optimizer.hyperparameters()[0]["lr"] == 0.125
 
 
@@ -598,7 +598,7 @@ class TestTied:
         saved = _file(co.named_state_dict(optimizer) if named else optimizer.state_dict())
         target = self._pair(*names)
         resumed = pickle.loads(pickle.dumps(co.AdamW(target)))
-        assert resumed.load_state_dict(saved) == co.LoadReport([], [], [])
+        assert resumed.load_state_dict(saved) == co.LoadReport([], [], [], [])
         (state,), (expected,) = resumed.state.values(), optimizer.state.values()
         assert torch.equal(state["exp_avg"], expected["exp_avg"])
         assert state["step"] == 2
@@ -621,7 +621,7 @@ def test_a_module_that_is_named_like_a_wrapper() -> None:
     _train(optimizer, model, 2)
     other = _model(["module.weight", "weight"])
     resumed = co.AdamW(other)
-    assert resumed.load_state_dict(_file(optimizer.state_dict())) == co.LoadReport([], [], [])
+    assert resumed.load_state_dict(_file(optimizer.state_dict())) == co.LoadReport([], [], [], [])
     for name, param in model.items():
         assert torch.equal(resumed.state[other[name]]["exp_avg"], optimizer.state[param]["exp_avg"])
 
@@ -648,7 +648,7 @@ def test_a_name_as_it_is_comes_before_one_without_prefixes(
     _train(optimizer, source, 1)
     report = resumed.load_state_dict(optimizer.state_dict(), strict=False)
     missing = [name for name in names if name not in expected]
-    assert report == co.LoadReport(missing, [name for name in saved_names if name not in expected.values()], [])
+    assert report == co.LoadReport(missing, [name for name in saved_names if name not in expected.values()], [], [])
     for name, other in expected.items():
         assert torch.equal(resumed.state[target[name]]["exp_avg"], optimizer.state[source[other]]["exp_avg"])
     assert not any(resumed.state[target[name]]["step"] for name in missing)
@@ -729,7 +729,7 @@ def test_stored_checkpoints_of_every_format_version(version: int, case: str) -> 
     assert stored["state_dict"]["format_version"] == version
     params = {name: nn.Parameter(value) for name, value in stored["params"].items()}
     optimizer = make.first_optimizer(case, dict(reversed(params.items())))
-    assert optimizer.load_state_dict(stored["state_dict"]) == co.LoadReport([], [], [])
+    assert optimizer.load_state_dict(stored["state_dict"]) == co.LoadReport([], [], [], [])
     make.first_train(optimizer, params, 3, 6)
     for name, param in params.items():
         assert torch.allclose(param, stored["after"][name], rtol=1e-12, atol=0)

@@ -96,7 +96,7 @@ class TestTorch:
             entries["step"] = step(entries["step"].item())
         twin = _twin(model)
         ours = co.AdamW(twin.items())
-        assert ours.load_state_dict(saved) == co.LoadReport([], [], [])
+        assert ours.load_state_dict(saved) == co.LoadReport([], [], [], [])
         _same_future((theirs, model), (ours, twin), 1e-14)
 
     def test_to_torch(self) -> None:

@@ -238,7 +238,7 @@ class TestStateOfNoParameter:
         saved["param_groups"][0]["lr"] = 0.7
         saved["state"]["c"] = {"step": 1.0}
         refuses(optimizer, saved, "unexpected: the state of 'c'")
-        assert optimizer.load_state_dict(saved, strict=False) == co.LoadReport([], ["the state of 'c'"], [])
+        assert optimizer.load_state_dict(saved, strict=False) == co.LoadReport([], ["the state of 'c'"], [], [])
 
 
 class TestGroups:
@@ -853,7 +853,7 @@ class TestLbfgs:
         optimizer = trained(co.LBFGS)
         expected = copy.deepcopy(by_name(optimizer))
         report = optimizer.load_state_dict(trained(co.LBFGS, names).state_dict(), strict=False)
-        assert report == co.LoadReport([n for n in "ab" if n not in names], [n for n in names if n not in "ab"], [])
+        assert report == co.LoadReport([n for n in "ab" if n not in names], [n for n in names if n not in "ab"], [], [])
         assert expected["a"]["n_iter"] > 0
         for key, value in by_name(optimizer)["a"].items():
             assert torch.equal(value, expected["a"][key]), key

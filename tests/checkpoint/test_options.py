@@ -307,7 +307,7 @@ def test_a_choice_in_lists_is_the_same_choice() -> None:
     optimizer = co.Muon([weight], ns_coefficients=[(3.0, -4.0, 1.8)] * 5)
     saved = optimizer.state_dict()
     saved["param_groups"][0]["ns_coefficients"] = [[3.0, -4.0, 1.8]] * 5
-    assert optimizer.load_state_dict(saved) == co.LoadReport([], [], [])
+    assert optimizer.load_state_dict(saved) == co.LoadReport([], [], [], [])
 
 
 def test_a_schedule_in_the_step_keeps_its_numbers() -> None:
@@ -381,7 +381,7 @@ def test_an_option_of_others_that_changes_steps_is_refused(name: str, value: Any
         co.from_torch(theirs)
     for off in (False, None, 0, "", np.bool_(False), torch.tensor(False)):
         saved["param_groups"][0][name] = off
-        assert loader.load_state_dict(saved) == co.LoadReport([], [], [])
+        assert loader.load_state_dict(saved) == co.LoadReport([], [], [], [])
 
 
 def test_what_schedulers_and_users_keep_in_groups_is_loaded() -> None:
@@ -397,7 +397,7 @@ def test_what_schedulers_and_users_keep_in_groups_is_loaded() -> None:
     }
     saved = torch.optim.SGD([{"params": [weight], **own}], lr=0.1).state_dict()
     loader = co.SGD([weight], lr=0.2)
-    assert loader.load_state_dict(saved) == co.LoadReport([], [], [])
+    assert loader.load_state_dict(saved) == co.LoadReport([], [], [], [])
     assert {key: loader.param_groups[0][key] for key in own} == own
 
 

@@ -62,7 +62,7 @@ class TestBesideTheParameters:
             assert {key for key in saved["state"] if key in theirs.state_dict()["state"]} >= BESIDE.keys()
             resumed, reference = trained(kind), reference_of(kind)(ours.param_groups[0]["params"])
             resumed.state["old"] = reference.state["old"] = 1
-            assert resumed.load_state_dict(saved) == co.LoadReport([], [], [])
+            assert resumed.load_state_dict(saved) == co.LoadReport([], [], [], [])
             reference.load_state_dict(theirs.state_dict())
             assert repr(_beside(resumed)) == repr(_beside(reference)) == repr(BESIDE)
             assert resumed.state[None][0] is not ours.state[None][0]  # unlike torch, which shares it

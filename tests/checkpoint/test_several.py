@@ -84,7 +84,7 @@ class TestThereAndBack:
         twin = {n: nn.Parameter(p.detach().clone()) for n, p in model.items()}
         others = _pair(twin, lr=0.9)
         saved = way(co.named_state_dict(pair), others, tmp_path)
-        assert co.load_named_state_dict(others, saved) == co.LoadReport([], [], [])
+        assert co.load_named_state_dict(others, saved) == co.LoadReport([], [], [], [])
         _same_future((pair, model), (others, twin))
 
     def test_each_group_tells_its_optimizer(self) -> None:
@@ -216,7 +216,7 @@ class TestOtherSplits:
         with pytest.raises(ValueError, match=r"does not match .*\(AdamW\); unexpected: a.weight, b.weight"):
             co.load_named_state_dict(second, saved)
         report = co.load_named_state_dict(second, saved, strict=False)
-        assert report == co.LoadReport([], ["a.weight", "b.weight"], [])
+        assert report == co.LoadReport([], ["a.weight", "b.weight"], [], [])
         assert "optimizer" not in second.param_groups[0]
         assert _values(second) == _values(first[1])
 

@@ -64,7 +64,7 @@ def test_training_goes_on(case: str) -> None:
     stored, begin = KEPT[case], reversed if case != "LBFGS" else iter  # its state is the first parameter's
     params, twins = ({n: nn.Parameter(p.clone()) for n, p in begin(stored["params"].items())} for _ in range(2))
     optimizer, fresh = make.optimizer(case, params), make.optimizer(case, twins)
-    assert co.load_named_state_dict(optimizer, stored["state_dict"]) == co.LoadReport([], [], [])
+    assert co.load_named_state_dict(optimizer, stored["state_dict"]) == co.LoadReport([], [], [], [])
     found, wanted = _flat(co.named_state_dict(optimizer)), _flat(stored["state_dict"])
     assert found.keys() == wanted.keys()
     for entry, value in found.items():

@@ -526,6 +526,16 @@ def test_steps_by_parameter_do_not_become_steps_by_group(tmp_path: Path) -> None
         write(saved, tmp_path / "a.pt", "fused")
 
 
+@pytest.mark.parametrize("to", ["torch", "compiled_optim", "safetensors"])
+def test_the_name_of_the_class_goes_with_the_state_and_no_other_optimizer_does(to: str, tmp_path: Path) -> None:
+    saved = co.AdamW({"w": torch.ones(3, requires_grad=True)}).state_dict()
+    assert saved["optimizer"] == "AdamW"
+    write(saved, _path(tmp_path, "a", to), to)
+    if to != "compiled_optim":  # which keeps what is beside the state
+        with pytest.raises(ValueError, match="beside the optimizer's state it holds 'optimizer', which would be lost"):
+            write({**saved, "optimizer": {"state": {}, "param_groups": []}}, _path(tmp_path, "b", to), to)
+
+
 def test_lossy_leaves_out_what_needs_the_weights(tmp_path: Path) -> None:
     content = {"step": 1, **_ZEROS, "error_bits": torch.ones(3, dtype=torch.bfloat16)}
     torch.save({"state": {0: content}, "param_groups": [_group(master_bytewidth=3)]}, tmp_path / "in.pt")

@@ -82,7 +82,7 @@ class TestIntegers:
             torch.testing.assert_close(_values(ours), _values(theirs), rtol=1e-12, atol=0)
         assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys() == {1, 2}
         theirs.load_state_dict(_file(ours.state_dict()))
-        assert ours.load_state_dict(_file(theirs.state_dict())) == co.LoadReport([], [], [])
+        assert ours.load_state_dict(_file(theirs.state_dict())) == co.LoadReport([], [], [], [])
 
     @pytest.mark.parametrize("kind", DENSE, ids=lambda c: c.__name__)
     def test_every_optimizer(self, kind: type[co.CompiledOptimizer]) -> None:

@@ -378,7 +378,7 @@ def test_five_more_steps_after_loading_are_bit_equal(configuration: dict[str, An
     twin = copy.deepcopy(model)
     resumed = co.LBFGS(twin.named_parameters(), **{**kwargs, "lr": 0.9})
     addresses = {name: value.data_ptr() for name, value in _state(resumed).items()}
-    assert resumed.load_state_dict(saved) == co.LoadReport([], [], [])
+    assert resumed.load_state_dict(saved) == co.LoadReport([], [], [], [])
     assert {name: value.data_ptr() for name, value in _state(resumed).items()} == addresses
     copied = copy.deepcopy((model, optimizer))
     for _ in range(5):
@@ -432,7 +432,7 @@ def test_names_in_another_order() -> None:
             o.step(_closure(m, o))
     torch.testing.assert_close(_flat(model), _flat(twin), rtol=TOLERANCE, atol=TOLERANCE)
     named = co.named_state_dict(optimizer)
-    assert co.load_named_state_dict(resumed, named) == co.LoadReport([], [], [])
+    assert co.load_named_state_dict(resumed, named) == co.LoadReport([], [], [], [])
     for m, o in ((model, optimizer), (twin, resumed)):
         m.load_state_dict(model.state_dict())
         o.step(_closure(m, o))
