@@ -44,5 +44,5 @@ else:
         sched.step()
     print(f"loss {loss:.4f} at step {opt.state[model[0].weight]['step']:.0f}")
 
-# Prints, in 25 s:
+# Prints, in 12 s:
 # loss 0.5877 at step 20
