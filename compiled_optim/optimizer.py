@@ -253,7 +253,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
         @functools.wraps(func)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
-            stepped = cast("CompiledOptimizer", args[0])
+            stepped: Any = args[0]
             if has_hooks(stepped) if torch.compiler.is_dynamo_compiling() else is_observed(stepped):
                 return telling(*args, **kwargs)
             return func(*args, **kwargs)

@@ -10,7 +10,7 @@ import torch
 
 from compiled_optim.capture.guards import differences, guards_of
 from compiled_optim.groups.parameters import named_parameters
-from compiled_optim.memory.torch_internals import abandon_capture, any_stream_captures, own_workspaces
+from compiled_optim.memory.torch_internals import abandon_capture, any_stream_captures, in_range, own_workspaces
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import spend
 from compiled_optim.step.step import Step
@@ -77,7 +77,7 @@ class CudaGraph:
     def replay(self) -> None:
         """Do what was recorded, after what the current stream did."""
         assert self._graph is not None
-        self._graph.replay()
+        in_range("replay", self._graph.replay)
 
     def release(self) -> None:
         """Free the graph; tensors that live in its memory stay valid for as long as somebody holds them.

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory.layout import is_sharded, local
+from compiled_optim.memory.torch_internals import in_range
 
 
 class Owners:
@@ -41,7 +42,7 @@ class Owners:
         split = {kind: dim for kind, dim in enumerate(self._dims) if dim is not None}
         sent = [[parts[kind][list(of)] for of in self._of] for kind in split]
         shapes = [[(len(self.own), *part) for part in self.parts[kind]] for kind in split]
-        pairs = zip(split.items(), self._exchange(sent, shapes), strict=True)
+        pairs = zip(split.items(), in_range("gather", self._exchange, sent, shapes), strict=True)
         wholes = {kind: torch.cat(found, 1 + dim) for (kind, dim), found in pairs}
         return [wholes[kind] if kind in wholes else stack[self.own] for kind, stack in enumerate(parts)]
 
@@ -52,7 +53,7 @@ class Owners:
             dim, parts = self._dims[kind], self.parts[kind]
             sent.append([whole] * len(parts) if dim is None else torch.split(whole, [part[dim] for part in parts], 1 + dim))
         shapes = [[(len(of), *self.parts[kind][self.rank]) for of in self._of] for kind in kinds]
-        return [torch.cat(found)[self._places] for found in self._exchange(sent, shapes)]
+        return [torch.cat(found)[self._places] for found in in_range("scatter", self._exchange, sent, shapes)]
 
     def _exchange(
         self, sent: Sequence[Sequence[Tensor]], shapes: Sequence[Sequence[tuple[int, ...]]]

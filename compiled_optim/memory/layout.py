@@ -301,8 +301,8 @@ def full_tensor(tensor: Any) -> Tensor:
     if not is_sharded(tensor):
         return cast(Tensor, tensor)
     if tensor.dtype == torch.int16:  # which neither gloo nor NCCL sends
-        return cast(Tensor, tensor.int().full_tensor().short())
-    return cast(Tensor, tensor.full_tensor())
+        return full_tensor(tensor.int()).short()
+    return cast(Tensor, torch_internals.in_range("gather", tensor.full_tensor))
 
 
 def placement(tensor: Any) -> tuple[Any, ...] | None:
@@ -317,4 +317,5 @@ def add_over_shards(sums: Tensor, sharded: Any) -> None:
     """
     for dim, kind in enumerate(sharded.placements):
         if not kind.is_replicate():
-            torch.distributed.all_reduce(sums, group=sharded.device_mesh.get_group(dim))
+            group = sharded.device_mesh.get_group(dim)
+            torch_internals.in_range("all_reduce", torch.distributed.all_reduce, sums, torch.distributed.ReduceOp.SUM, group)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch._guards import TracingContext
+from torch.autograd import profiler
 from torch.compiler import is_dynamo_compiling
 from torch.nn import Parameter
 from torch.optim import Optimizer, optimizer
@@ -44,8 +45,16 @@ def has_hooks(stepped: Optimizer) -> bool:
 
 def is_observed(stepped: Optimizer) -> bool:
     """Whether somebody is to be told of a step of an optimizer: a hook or a profiler, which another thread may have."""
-    is_profiled = torch._C._autograd._profiler_enabled() or torch.autograd.profiler._is_profiler_enabled
+    is_profiled = torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled
     return is_profiled or has_hooks(stepped)
+
+
+def in_range(name: str, work: Callable[..., T], *args: Any) -> T:
+    """What ``work`` returns; while somebody profiles, in a range ``compiled_optim::name`` of torch.profiler and NVTX."""
+    if not profiler._is_profiler_enabled:
+        return work(*args)
+    with profiler.record_function(f"compiled_optim::{name}"):
+        return work(*args)
 
 
 def outside_dynamo(function: F) -> F:

@@ -21,7 +21,7 @@ from compiled_optim.checkpoint.state_dict import PreparedLoad, check_writable
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obstacle, real_numel, scalar_dtype
-from compiled_optim.memory.torch_internals import is_capturing, mend_tracing, outside_dynamo
+from compiled_optim.memory.torch_internals import in_range, is_capturing, mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Number, Scale, hyper, static
@@ -267,7 +267,8 @@ class LBFGSStep(Step):
             self._lay_out()
         lr = self._captured_lr if self.is_recorded and is_capturing(self.devices[0]) else self.live[0]["lr"]
         with torch.no_grad():
-            (self._iterate_fixed if self.is_fixed else self._iterate)(closure, self._minimized(first), lr)
+            iterate = self._iterate_fixed if self.is_fixed else self._iterate
+            in_range("update", iterate, closure, self._minimized(first), lr)
         return first
 
     def key(self) -> tuple[object, ...]:

@@ -18,7 +18,7 @@ from compiled_optim.lowering.torch_ops.eager import EagerLowering, Lowering
 from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
 from compiled_optim.memory import addresses
 from compiled_optim.memory.cache import CompilerError
-from compiled_optim.memory.torch_internals import Captures, can_capture, let_stay, outside_inference_mode
+from compiled_optim.memory.torch_internals import Captures, can_capture, in_range, let_stay, outside_inference_mode
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
@@ -264,9 +264,9 @@ class RuleStep(Step):
 
     def launch_part(self) -> None:
         if self._square_sums is not None:
-            self._square_sums.measure()
+            in_range("measure", self._square_sums.measure)
         for launched in self._launched:
-            launched.launch()
+            in_range("update", launched.launch)
 
     def finish(self) -> None:
         for lowering in self.lowerings:

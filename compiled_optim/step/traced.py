@@ -145,7 +145,7 @@ def _found(name: str, params: Sequence[Tensor], positions: Sequence[int]) -> Eng
         RuntimeError: there is no such engine, or the parameters are another one's.
     """
     found = NAMED.get(name)
-    if found is not None and all(map(is_, _at(found, positions), params)):
+    if found is not None and all(map(is_, _at(found.params, positions), params)):
         return found
     live = list(NAMED.values())
     owned = {_place(param) for engine in live for param in engine.params}
@@ -161,8 +161,7 @@ def _found(name: str, params: Sequence[Tensor], positions: Sequence[int]) -> Eng
     raise RuntimeError(f"this code was compiled for the optimizer [{name}], but {reason}; there are: {there}")
 
 
-def _at(engine: Engine, positions: Sequence[int]) -> list[Tensor]:
-    params = engine.params
+def _at(params: list[Tensor], positions: Sequence[int]) -> list[Tensor]:
     return params if len(positions) == len(params) else [params[position] for position in positions]
 
 
@@ -190,13 +189,14 @@ def _step(
     A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
     """
     engine = _found(optimizer, params, positions)
-    owned = _at(engine, positions)
+    every = engine.params
+    owned = _at(every, positions)
     given: Gradients = [*grads]
     if params and not grads:
         given = None
-    elif len(positions) < len(engine.params):
+    elif len(positions) < len(every):
         by_position = dict(zip(positions, grads, strict=True))
-        given = [by_position.get(i) for i in range(len(engine.params))]
+        given = [by_position.get(i) for i in range(len(every))]
     run(engine, given)
     if not all(map(is_, owned, params)):
         for param, copy in zip(map(local, owned), params, strict=True):
