@@ -173,6 +173,8 @@ COMMANDS = {
     "tools/soak": [sys.executable, "tools/soak", "--help"],
     "tools/soak --walks 500": [sys.executable, "tools/soak", "--help"],
     "tools/bits": [sys.executable, "tools/bits", "--help"],
+    "tools/mutants": [sys.executable, "tools/mutants", "--help"],
+    "tools/mutants plan step": [sys.executable, "tools/mutants", "--help"],
     "tools/docs": [sys.executable, "tools/docs", "--help"],
     "tools/package": [sys.executable, "tools/package", "--help"],
     "tools/package --into FOLDER": [sys.executable, "tools/package", "--help"],  # as test_distribution.py runs it
