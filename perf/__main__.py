@@ -74,7 +74,9 @@ def _saved(measure: Callable[[argparse.Namespace], Measured], title: str, *, alo
                 if rows:
                     results.show(rows, f"{title} on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
                     _save(rows, args)
-                bad |= any(checks.failed(row) or workspaces.failed(row) for row in rows)
+                bad |= any(
+                    failed(row) for failed in (checks.failed, workspaces.failed, results.says_failure) for row in rows
+                )
         return 1 if bad else 0
 
     return run

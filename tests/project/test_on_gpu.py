@@ -26,7 +26,7 @@ from perf.__main__ import _parser
 from perf.budget import GRACE, Outcome, Part, run
 from perf.competitors import FUSED, OURS
 from perf.loops import WAYS, Way, measure_loops
-from perf.measure import step_rows
+from perf.measure import step_table
 from perf.results import append, device_name
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -229,7 +229,7 @@ def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: p
 
 
 def test_verdicts_are_of_this_call(tmp_path: Path) -> None:
-    rows = step_rows("small-148", "adamw", "fresh", {OURS: [2.0], FUSED: [1.0]})
+    rows = step_table("small-148", "adamw", "fresh").together({OURS: [2.0], FUSED: [1.0]})
     append(rows, torch.device("cpu"), tmp_path)
     for begun, measured, verdict in (("2020", "2", "MISSED"), ("2999", "", "not measured")):
         table = on_gpu.verdicts(tmp_path, "cpu", NAME, begun).set_index("promise")
