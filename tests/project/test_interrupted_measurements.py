@@ -127,7 +127,7 @@ class _Counted:
         return float(self.count)
 
 
-@pytest.mark.parametrize("last", [1, 4, 7, 12, 17, 21, 23])
+@pytest.mark.parametrize("last", [1, 4, 7, 12, 17, 23, 26])
 @pytest.mark.parametrize("command", COMMANDS)
 @pytest.mark.usefixtures("quick_ways")
 def test_an_interrupt_at_any_timing_keeps_all_that_was_timed(
@@ -367,6 +367,15 @@ def test_ratios_are_left_out_where_there_is_nothing_of_this_package() -> None:
         ("other", "step, alone", None),
         ("other", "step", None),
     ]
+
+
+def test_where_every_way_fails_the_rows_say_so() -> None:
+    ways = {name: lambda: Call(_fail) for name in ("own", "other")}
+    rows = [
+        row for rows in measured(Table("loops", "tiny", "step", own="own"), ways, CPU, rounds=2, warmup=0) for row in rows
+    ]
+    assert [row.competitor for row in rows if "illegal" in row.metric] == ["own", "other"]
+    assert len(rows) == 2
 
 
 def test_compiled_steps_of_both_modes_share_the_time(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
