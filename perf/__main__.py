@@ -3,28 +3,33 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import itertools
+import math
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
-from perf import checks, first_step, gates, loops, results
+from perf import checks, first_step, gates, loops, results, workspaces
+from perf.budget import Deadline
 from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
 from perf.host_time import measure_host_time
 from perf.hybrid import RATES, measure_hybrid
+from perf.interrupts import postponed
 from perf.low_memory import measure_low_memory
 from perf.measure import dtype_name, measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row
 from perf.schedulers import measure_schedulers
 from perf.workloads import TINY, WORKLOADS, shapes
 
-REHEARSAL = {"workload": [TINY], "rounds": 2, "tries": 1, "seconds": float("inf"), "competitors": [OURS, FUSED]}
+REHEARSAL = {"workload": [TINY], "rounds": 2, "tries": 1, "competitors": [OURS, FUSED]}
 """What ``--rehearse`` puts in the place of other arguments; competitors that were named stay."""
 
 DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
@@ -38,151 +43,136 @@ def main(arguments: Sequence[str] | None = None) -> int:
         vars(args).update(REHEARSAL | ({"competitors": asked} if asked else {}))
     if args.threads:
         torch.set_num_threads(args.threads)
+    args.deadline = Deadline(args.seconds)
     run: Callable[[argparse.Namespace], int] = args.run
-    return run(args)
+    try:
+        return run(args)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
 
 
-def _step(args: argparse.Namespace) -> int:
-    _warn_if_busy()
+Measured: TypeAlias = Iterable[list[Row]]
+"""Rows as soon as there are some."""
+
+
+def _saved(measure: Callable[[argparse.Namespace], Measured], title: str, *, alone: bool = True) -> Callable[..., int]:
+    """A command that shows and saves the rows of each moment at once, even if it is interrupted meanwhile.
+
+    Args:
+        measure: yields them.
+        title: of a table.
+        alone: say so if other work runs here.
+    """
+
+    def run(args: argparse.Namespace) -> int:
+        if alone:
+            _warn_if_busy()
+        bad = False
+        with postponed():
+            for rows in measure(args):
+                if rows:
+                    results.show(rows, f"{title} on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
+                    _save(rows, args)
+                bad |= any(checks.failed(row) or workspaces.failed(row) for row in rows)
+        return 1 if bad else 0
+
+    return run
+
+
+def _step(args: argparse.Namespace) -> Measured:
     for workload in args.workload:
-        competitors, reasons = entered(args.optimizer, args.competitors, len(shapes(workload)))
-        rows = measure_step(workload, args.optimizer, competitors, args.device, rounds=args.rounds, reasons=reasons)
-        results.show(rows, f"step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
-        _save(rows, args)
-    return 0
+        found, reasons = entered(args.optimizer, args.competitors, len(shapes(workload)))
+        options = {"rounds": args.rounds, "reasons": reasons, "deadline": args.deadline}
+        yield from measure_step(workload, args.optimizer, found, args.device, **options)
 
 
-def _first_step(args: argparse.Namespace) -> int:
-    _warn_if_busy()
-    rows = first_step.measure_first_step(
-        args.workload, args.optimizer, args.competitors or first_step.COMPETITORS, args.device, repeats=args.rounds
-    )
-    results.show(rows, "construction and first step, in a new process each")
-    _save(rows, args)
-    return 0
+def _first_step(args: argparse.Namespace) -> Measured:
+    names = args.competitors or first_step.COMPETITORS
+    return first_step.measure_first_step(args.workload, args.optimizer, names, args.device, repeats=args.rounds)
 
 
-def _overhead(args: argparse.Namespace) -> int:
-    _warn_if_busy()
-    rows = [row for w in args.workload for row in measure_overhead(w, args.optimizer, rounds=args.rounds)]
+def _overhead(args: argparse.Namespace) -> Measured:
+    for workload in args.workload:
+        yield from measure_overhead(workload, args.optimizer, rounds=args.rounds)
     if importlib.util.find_spec("triton") is None:
         print("Triton is not installed: no step of a GPU is timed", file=sys.stderr)
-    else:
-        for workload in args.workload:
-            rows += measure_host_time(workload, args.optimizer, rounds=args.rounds, against=args.against)
-    results.show(rows, "Python per step")
-    _save(rows, args)
-    return 0
+        return
+    for workload in args.workload:
+        yield from measure_host_time(workload, args.optimizer, rounds=args.rounds, against=args.against)
 
 
-def _schedulers(args: argparse.Namespace) -> int:
-    _warn_if_busy()
-    rows = measure_schedulers(args.optimizer, args.device, rounds=args.rounds)
-    results.show(rows, f"scheduler step on {results.device_name(args.device)}")
-    _save(rows, args)
-    return 0
+def _schedulers(args: argparse.Namespace) -> Measured:
+    return measure_schedulers(args.optimizer, args.device, rounds=args.rounds)
 
 
-def _bandwidth(args: argparse.Namespace) -> int:
-    _warn_if_busy()
+def _bandwidth(args: argparse.Namespace) -> Measured:
     for workload, dtype in itertools.product(args.workload, args.dtype):
-        rows = measure_bandwidth(workload, args.optimizer, args.device, dtype=DTYPES[dtype], rounds=args.rounds)
-        results.show(rows, f"bandwidth on {results.device_name(args.device)}")
-        _save(rows, args)
-    return 0
+        yield from measure_bandwidth(workload, args.optimizer, args.device, dtype=DTYPES[dtype], rounds=args.rounds)
 
 
-def _low_memory(args: argparse.Namespace) -> int:
-    _warn_if_busy()
+def _low_memory(args: argparse.Namespace) -> Measured:
     for workload in args.workload:
-        rows = measure_low_memory(workload, args.device, rounds=args.rounds)
-        results.show(rows, f"low precision on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
-        _save(rows, args)
-    return 0
+        yield from measure_low_memory(workload, args.device, rounds=args.rounds, deadline=args.deadline)
 
 
-def _training_step(args: argparse.Namespace) -> int:
-    _warn_if_busy()
-    rows = measure_training_step(args.device, rounds=args.rounds, names=args.competitors)
-    results.show(rows, f"compiled training step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
-    _save(rows, args)
-    return 0
+def _training_step(args: argparse.Namespace) -> Measured:
+    return measure_training_step(args.device, rounds=args.rounds, names=args.competitors, deadline=args.deadline)
 
 
-def _compiled_step(args: argparse.Namespace) -> int:
-    _warn_if_busy()
+def _compiled_step(args: argparse.Namespace) -> Measured:
+    options = {"rounds": args.rounds, "modes": args.modes, "deadline": args.deadline}
     for workload in args.workload:
-        rows = measure_compiled_step(workload, args.device, rounds=args.rounds, modes=args.modes)
-        results.show(rows, f"compiled step on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
-        _save(rows, args)
-    return 0
+        yield from measure_compiled_step(workload, args.device, **options)
 
 
-def _convergence(args: argparse.Namespace) -> int:
+def _convergence(args: argparse.Namespace) -> Measured:
     steps, seeds = (4, SEEDS[:2]) if args.rehearse else (args.steps, SEEDS)
     for task in args.task:
-        rows = measure_convergence(task, steps=steps, seeds=seeds)
-        results.show(rows, f"losses at the end of training, {len(seeds)} seeds")
-        _save(rows, args)
-    return 0
+        yield from measure_convergence(task, steps=steps, seeds=seeds)
 
 
-def _hybrid(args: argparse.Namespace) -> int:
+def _hybrid(args: argparse.Namespace) -> Measured:
     few = {"seeds": [0], "rates": RATES[:1]} if args.rehearse else {}
     picture = None if args.no_save else args.results / "hybrid.png"
-    rows = measure_hybrid("text", steps=4 if args.rehearse else args.steps, picture=picture, **few)
-    results.show(rows, "losses of AdamW and of MuonAdamW, each with its best learning rate")
-    _save(rows, args)
-    return 0
+    return measure_hybrid("text", steps=4 if args.rehearse else args.steps, picture=picture, **few)
 
 
-def _gates(args: argparse.Namespace) -> int:
-    _warn_if_busy()
-    promised = (gates.rehearsal if args.rehearse else gates.checks)(args.device, lambda rows: _save(rows, args, quiet=True))
-    verdicts = gates.judge([check for check in promised if check.benchmark in args.only], args.tries)
-    gates.show(verdicts)
-    return 0 if args.rehearse or all(verdict.kept for verdict in verdicts) else 1
-
-
-def _loops(args: argparse.Namespace) -> int:
+def _loops(args: argparse.Namespace) -> Measured:
     for size in ["tiny"] if args.rehearse else args.model:
-        rows = loops.measure_loops(size, args.device, rounds=args.rounds, seconds=args.seconds)
-        results.show(rows, f"training loops on {results.device_name(args.device)}")
-        _save(rows, args)
-    return 0
+        yield from loops.measure_loops(size, args.device, rounds=args.rounds, deadline=args.deadline)
 
 
-def _host(args: argparse.Namespace) -> int:
+def _host(args: argparse.Namespace) -> Measured:
     for workload in args.workload:
-        rows = checks.measure_host(workload, args.device, rounds=args.rounds)
-        results.show(rows, f"until the call returns, on {results.device_name(args.device)}")
-        _save(rows, args)
-    return 0
+        yield from checks.measure_host(workload, args.device, rounds=args.rounds)
 
 
-def _kernels(args: argparse.Namespace) -> int:
+def _kernels(args: argparse.Namespace) -> Measured:
     for workload in args.workload:
         others = args.competitors or [FUSED]
-        rows = checks.measure_kernels(workload, args.optimizer, others, args.device, rounds=args.rounds)
-        results.show(rows, f"kernels on {results.device_name(args.device)}")
-        _save(rows, args)
-    return 0
+        yield from checks.measure_kernels(workload, args.optimizer, others, args.device, rounds=args.rounds)
 
 
-def _checks(args: argparse.Namespace) -> int:
+def _checks(args: argparse.Namespace) -> Measured:
     count, steps = (3 * checks.WINDOW, 20) if args.rehearse else (checks.HUGE, args.steps)
     calls = {
         "long": lambda: checks.long_run(args.device, steps),
         "huge": lambda: checks.huge(args.device, count),
         "sanitized": lambda: checks.sanitized(args.device),
+        **{mode: functools.partial(workspaces.measure, mode, args.device) for mode in workspaces.MODES},
     }
-    rows = []
     for name in args.only:
-        made = calls[name]()
-        results.show(made, name)
-        _save(made, args)
-        rows += made
-    return 1 if any(map(checks.failed, rows)) else 0
+        yield from calls[name]()
+
+
+def _gates(args: argparse.Namespace) -> int:
+    _warn_if_busy()
+    promised = (gates.rehearsal if args.rehearse else gates.checks)(args.device, lambda rows: _save(rows, args, quiet=True))
+    with postponed():
+        verdicts = gates.judge([check for check in promised if check.benchmark in args.only], args.tries)
+    gates.show(verdicts)
+    return 0 if args.rehearse or all(verdict.kept for verdict in verdicts) else 1
 
 
 def _report(args: argparse.Namespace) -> int:
@@ -205,7 +195,7 @@ def _warn_if_busy() -> None:
 
 
 def _save(rows: Sequence[Row], args: argparse.Namespace, *, quiet: bool = False) -> None:
-    if not args.no_save:
+    if rows and not args.no_save:
         for path in results.append(rows, args.device, args.results):
             if not quiet:
                 print(f"appended to {path}")
@@ -218,8 +208,14 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument("--device", type=torch.device, default=torch.device("cpu"))
     common.add_argument("--rehearse", action="store_true", help="tiny tensors and two rounds, to see that the command works")
     common.add_argument("--threads", type=int, help="torch.set_num_threads")
+    common.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="after which nothing more begins, nor what would probably last longer",
+    )
     optimizer = argparse.ArgumentParser(add_help=False)
-    optimizer.add_argument("--optimizer", choices=sorted(optimizers()), default="adamw")
+    optimizer.add_argument("--optimizer", choices=[*sorted(optimizers()), "muonadamw"], default="adamw")
 
     parser = argparse.ArgumentParser(prog="python -m perf", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="command")
@@ -235,38 +231,64 @@ def _parser() -> argparse.ArgumentParser:
     def competitors(made: argparse.ArgumentParser, default: str) -> None:
         made.add_argument("--competitors", nargs="+", choices=list(PEERS), default=[], help=f"default: {default}")
 
-    step = command("step", _step, "time steps of all competitors, in turn in one process", optimizer)
+    step = command("step", _saved(_step, "step"), "time steps of all competitors, in turn in one process", optimizer)
     workloads(step, ["small-148"])
     step.add_argument("--rounds", type=int, default=101)
     competitors(step, "all that have it")
 
-    first = command("first-step", _first_step, "time construction and first step in new processes", optimizer)
+    first = command(
+        "first-step",
+        _saved(_first_step, "construction and first step, in a new process each,"),
+        "time construction and first step in new processes",
+        optimizer,
+    )
     workloads(first, first_step.WORKLOADS)
     first.add_argument("--rounds", type=int, default=3)
     competitors(first, ", ".join(first_step.COMPETITORS))
 
-    overhead = command("overhead", _overhead, "time the Python part of a step, on the CPU and for a GPU", optimizer)
+    overhead = command(
+        "overhead",
+        _saved(_overhead, "Python per step"),
+        "time the Python part of a step, on the CPU and for a GPU",
+        optimizer,
+    )
     workloads(overhead, ["small-10", "small-148", "small-1000"])
     overhead.add_argument("--rounds", type=int, default=101)
     overhead.add_argument("--against", type=Path, help="another checkout, whose steps of a GPU are timed in turn with these")
 
-    schedulers = command("schedulers", _schedulers, "time a step of torch's schedulers over many groups", optimizer)
+    schedulers = command(
+        "schedulers", _saved(_schedulers, "scheduler step"), "time a step of torch's schedulers over many groups", optimizer
+    )
     schedulers.add_argument("--rounds", type=int, default=21)
 
-    bandwidth = command("bandwidth", _bandwidth, "how near a step comes to the speed of a copy", optimizer)
+    bandwidth = command(
+        "bandwidth", _saved(_bandwidth, "bandwidth"), "how near a step comes to the speed of a copy", optimizer
+    )
     workloads(bandwidth, ["half-billion"])
     bandwidth.add_argument("--rounds", type=int, default=21)
     bandwidth.add_argument("--dtype", nargs="+", choices=list(DTYPES), default=["float32"], help="of the parameters")
 
-    low = command("low-memory", _low_memory, "time steps of low precision beside torch's on float32, and count bytes")
+    low = command(
+        "low-memory",
+        _saved(_low_memory, "low precision"),
+        "time steps of low precision beside torch's on float32, and count bytes",
+    )
     workloads(low, ["gpt2-124m"])
     low.add_argument("--rounds", type=int, default=21)
 
-    training = command("training-step", _training_step, "time a training step that is compiled as one graph")
+    training = command(
+        "training-step",
+        _saved(_training_step, "compiled training step"),
+        "time a training step that is compiled as one graph",
+    )
     training.add_argument("--rounds", type=int, default=201)
     competitors(training, "all that have AdamW")
 
-    compiled = command("compiled-step", _compiled_step, "time compiled steps, with the compiler's CUDA graphs on a GPU too")
+    compiled = command(
+        "compiled-step",
+        _saved(_compiled_step, "compiled step"),
+        "time compiled steps, with the compiler's CUDA graphs on a GPU too",
+    )
     workloads(compiled, ["small-10"])
     compiled.add_argument("--rounds", type=int, default=51)
 
@@ -274,30 +296,52 @@ def _parser() -> argparse.ArgumentParser:
         "--modes", nargs="+", default=[], help="of torch.compile; default: default, on a GPU reduce-overhead"
     )
 
-    looped = command("loops", _loops, "time training loops of GPTs: eager, compiled, captured")
+    looped = command(
+        "loops", _saved(_loops, "training loops", alone=False), "time training loops of GPTs: eager, compiled, captured"
+    )
     looped.add_argument("--model", nargs="+", choices=list(loops.SIZES), default=["small", "gpt2"])
     looped.add_argument("--rounds", type=int, default=31)
-    looped.add_argument("--seconds", type=float, default=600.0, help="after which no further way is compiled")
 
-    hosted = command("host", _host, "time until the call of a step returns: called, captured, torch's")
+    hosted = command(
+        "host",
+        _saved(_host, "until the call returns,", alone=False),
+        "time until the call of a step returns: called, captured, torch's",
+    )
     workloads(hosted, ["tiny-10", "small-148", "small-1000", "gpt2-124m"])
     hosted.add_argument("--rounds", type=int, default=51)
 
-    listed = command("kernels", _kernels, "list the kernels of a step with their times, and its bandwidth", optimizer)
+    listed = command(
+        "kernels",
+        _saved(_kernels, "kernels", alone=False),
+        "list the kernels of a step with their times, and its bandwidth",
+        optimizer,
+    )
     workloads(listed, ["gpt2-124m", "small-1000"])
     competitors(listed, FUSED)
     listed.add_argument("--rounds", type=int, default=10)
 
-    checked = command("checks", _checks, "huge tensors, long captured runs, compute-sanitizer; exit status 1 if bits differ")
+    checked = command(
+        "checks",
+        _saved(_checks, "checks", alone=False),
+        "huge tensors, long captured runs, compute-sanitizer; exit status 1 if bits differ",
+    )
     names = ["long", "huge", "sanitized"]
-    checked.add_argument("--only", nargs="+", choices=names, default=names)
+    checked.add_argument("--only", nargs="+", choices=[*names, *workspaces.MODES], default=names)
     checked.add_argument("--steps", type=int, default=10000, help="of the long run")
 
-    ends = command("convergence", _convergence, "compare the ends of training with low precision and in float32")
+    ends = command(
+        "convergence",
+        _saved(_convergence, "losses at the end of training", alone=False),
+        "compare the ends of training with low precision and in float32",
+    )
     ends.add_argument("--task", nargs="+", choices=list(TASKS), default=list(TASKS))
     ends.add_argument("--steps", type=int, default=220)
 
-    both = command("hybrid", _hybrid, "compare the losses of AdamW and MuonAdamW, learning rates tuned on both sides")
+    both = command(
+        "hybrid",
+        _saved(_hybrid, "losses of AdamW and of MuonAdamW, each with its best learning rate,", alone=False),
+        "compare the losses of AdamW and MuonAdamW, learning rates tuned on both sides",
+    )
     both.add_argument("--steps", type=int, default=400)
 
     checked = command("gates", _gates, "check the promised numbers; exit status 1 if one is missed")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import signal
 import subprocess
@@ -12,9 +13,39 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from perf import STARTED
+
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 20.0
 """Seconds between the interrupt of a command that is late, for it to write what it has, and its end."""
+INTERRUPTED = "interrupted"
+"""The failure of a part where somebody interrupted the whole."""
+
+LEFT = "LEFT"
+"""In a command: the seconds that it has until it is interrupted."""
+
+
+class Deadline:
+    """The end of a command's time. Another piece of it may begin if one as long as the longest would end before."""
+
+    def __init__(self, seconds: float = math.inf, started: float = STARTED) -> None:
+        self._end = started + seconds
+        self._longest = 0.0
+
+    def is_over(self) -> bool:
+        """Whether no time is left."""
+        return time.monotonic() > self._end
+
+    def allows_another(self) -> bool:
+        """Whether another piece may begin."""
+        return time.monotonic() + self._longest <= self._end
+
+    @contextlib.contextmanager
+    def piece(self) -> Iterator[None]:
+        """Count a piece, which happens inside; one that fails early says nothing about others."""
+        begun = time.monotonic()
+        yield
+        self._longest = max(self._longest, time.monotonic() - begun)
 
 
 @dataclass(frozen=True)
@@ -45,7 +76,8 @@ class Outcome:
 def run(parts: Sequence[Part], log: Path, started: float, grace: float = GRACE) -> Iterator[Outcome]:
     """Run ``parts``, one for each outcome that is asked for, and append what they print to ``log``.
 
-    A part may use what the parts before it left of their time; it never takes time from those behind it.
+    A part may use what the parts before it left of their time; it never takes time from those behind it. An interrupt is
+    handed on to the part that runs, and no other part begins.
 
     Args:
         parts: to run in this order.
@@ -58,16 +90,21 @@ def run(parts: Sequence[Part], log: Path, started: float, grace: float = GRACE) 
     end = started
     for part in parts:
         end += part.seconds
-        yield _run(part, log, end, grace)
+        outcome = _run(part, log, end, grace)
+        yield outcome
+        if outcome.failure == INTERRUPTED:
+            return
 
 
 def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
     begun = time.monotonic()
+    limit = max(0.0, end - grace - begun)
+    command = [f"{limit:.0f}" if word == LEFT else word for word in part.command]
     with log.open("a") as output:
-        print(f"$ python {part}", file=output, flush=True)
+        print("$ python", *command, file=output, flush=True)
         printed_before = output.tell()
         process = subprocess.Popen(
-            [sys.executable, *part.command],
+            [sys.executable, *command],
             cwd=ROOT,
             env=os.environ
             | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
@@ -77,13 +114,13 @@ def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
             start_new_session=True,
         )
     try:
-        code = process.wait(max(0.0, end - grace - begun))
+        code = process.wait(limit)
         failure = f"exit status {code}" if code else ""
-    except subprocess.TimeoutExpired:
-        failure = "out of time"
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        failure = "out of time" if isinstance(error, subprocess.TimeoutExpired) else INTERRUPTED
         process.send_signal(signal.SIGINT)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, end - time.monotonic()))
+            process.wait(max(0.0, min(end, time.monotonic() + grace) - time.monotonic()))
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # with what it has started

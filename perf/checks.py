@@ -2,41 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 import compiled_optim as co
-from perf.competitors import FUSED, OURS, competitor
-from perf.measure import dtype_name, enter, make_gradients, make_params, synchronize
+from perf.competitors import CAPTURED, FUSED, OURS, SHARDED, competitor
+from perf.interrupts import let_in
+from perf.measure import Entrant, dtype_name, enter, make_gradients, make_params
 from perf.results import Row, left_out, percentiles
+from perf.turns import kept, synchronize
 from perf.workloads import elements, shapes
 
+ODD = "odd shapes"
 HUGE = 2**31 + 5000
 WINDOW = 4096
 CODES = 2**-6
 """How far a weight may be off after two steps with codes: groups begin elsewhere, and each tensor has its own thresholds."""
-
-SANITIZED = """
-import torch, compiled_optim as co
-for cls in (co.AdamW, co.Lion, co.Adafactor, co.Muon):
-    params = [torch.randn(s, device="cuda").requires_grad_() for s in ((3, 5), (64, 65), (1000, 3))]
-    opt = cls(params, lr=1e-3)
-    for step in range(2):
-        for param in params[step:]:
-            param.grad = torch.randn_like(param).t().contiguous().t()
-        opt.step()
-torch.cuda.synchronize()
-"""
-"""Steps over odd shapes, transposed and absent gradients, for a tool that watches every access."""
 
 
 def _row(
@@ -47,114 +39,127 @@ def _row(
 
 def failed(row: Row) -> bool:
     """Whether a check found what it should not: a bit that differs, with int8 more than codes may."""
-    return row.n > 0 and row.p50 > (CODES if "int8" in row.workload else 0)
+    return row.benchmark == "checks" and row.n > 0 and row.p50 > (CODES if "int8" in row.workload else 0)
 
 
-def huge(device: torch.device, count: int) -> list[Row]:
+def huge(device: torch.device, count: int) -> Iterator[list[Row]]:
     """How far a step of ``count`` elements is from one of few, at both ends and in the middle; in three forms of storage."""
-    rows = []
     windows = [slice(0, WINDOW), slice(count // 2, count // 2 + WINDOW), slice(count - WINDOW, count)]
     windows += [slice(2**31 - WINDOW // 2, 2**31 + WINDOW // 2)] if count > 2**31 else []
     forms = {"float32": {}, "bfloat16": {}, "split8, int8": {"weights": "split8", "state_dtype": "int8"}}
     for form, options in forms.items():
-        dtype = torch.float32 if form == "float32" else torch.bfloat16
-        whole = torch.empty(count, device=device, dtype=dtype).normal_().requires_grad_()
-        grads = torch.empty(count, device=device, dtype=dtype).normal_()
-        few = [whole.detach()[w].clone().requires_grad_() for w in windows]
-        big, small = (co.AdamW(params, lr=1e-3, **options) for params in ([whole], few))
-        for _ in range(2):
-            whole.grad = grads
-            for param, window in zip(few, windows, strict=True):
-                param.grad = grads[window].clone()
-            big.step()
-            small.step()
-        far = max(float((whole.detach()[w] - p.detach()).abs().max()) for w, p in zip(windows, few, strict=True))
-        rows.append(_row("checks", f"{count} elements, {form}", OURS, "largest difference to small tensors", "abs", [far]))
-        del whole, grads, big
-    return rows
+        with let_in():
+            far = _difference(device, count, windows, torch.float32 if form == "float32" else torch.bfloat16, options)
+        yield [_row("checks", f"{count} elements, {form}", OURS, "largest difference to small tensors", "abs", [far])]
 
 
-def long_run(device: torch.device, steps: int) -> list[Row]:
+def _difference(
+    device: torch.device, count: int, windows: Sequence[slice], dtype: torch.dtype, options: Mapping[str, Any]
+) -> float:
+    whole = torch.empty(count, device=device, dtype=dtype).normal_().requires_grad_()
+    grads = torch.empty(count, device=device, dtype=dtype).normal_()
+    few = [whole.detach()[w].clone().requires_grad_() for w in windows]
+    big, small = (co.AdamW(params, lr=1e-3, **options) for params in ([whole], few))
+    for _ in range(2):
+        whole.grad = grads
+        for param, window in zip(few, windows, strict=True):
+            param.grad = grads[window].clone()
+        big.step()
+        small.step()
+    return max(float((whole.detach()[w] - p.detach()).abs().max()) for w, p in zip(windows, few, strict=True))
+
+
+def long_run(device: torch.device, steps: int) -> Iterator[list[Row]]:
     """How far training with a captured step is from training without, with a schedule, clipping and infinite batches."""
-    ends = []
-    for captured in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8)).to(device)
-        optimizer = co.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, skip_nonfinite=True)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1)
-
-        def step(x: Tensor, model: nn.Module = model, optimizer: co.AdamW = optimizer) -> Tensor:
-            loss = functional.cross_entropy(model(x), x[:, :8].argmax(dim=1))
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            return loss.detach()
-
-        run: Callable[[Tensor], Tensor] = co.CUDAGraphRunner(step, optimizers=optimizer) if captured else step
-        generator = torch.Generator(device).manual_seed(1)
-        for index in range(steps):
-            x = torch.empty(32, 64, device=device).normal_(generator=generator)
-            run(x * math.inf if index % 1000 == 999 else x)
-            schedule.step()
-        ends.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    with let_in():
+        ends = [_weights_after(device, steps, captured) for captured in (False, True)]
     far = float((ends[0] - ends[1]).abs().max())
-    return [_row("checks", f"{steps} steps", f"{OURS}[captured]", "largest difference to uncaptured", "abs", [far])]
+    yield [_row("checks", f"{steps} steps", CAPTURED, "largest difference to uncaptured", "abs", [far])]
 
 
-def sanitized(device: torch.device, tool: str = "compute-sanitizer") -> list[Row]:
-    """Whether compute-sanitizer finds nothing in steps over odd shapes."""
-    workload = "odd shapes"
+def _weights_after(device: torch.device, steps: int, captured: bool) -> Tensor:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.LayerNorm(128), nn.Linear(128, 8)).to(device)
+    optimizer = co.AdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0, skip_nonfinite=True)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=steps + 1)
+
+    def step(x: Tensor) -> Tensor:
+        loss = functional.cross_entropy(model(x), x[:, :8].argmax(dim=1))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    run: Callable[[Tensor], Tensor] = co.CUDAGraphRunner(step, optimizers=optimizer) if captured else step
+    generator = torch.Generator(device).manual_seed(1)
+    for index in range(steps):
+        x = torch.empty(32, 64, device=device).normal_(generator=generator)
+        run(x * math.inf if index % 1000 == 999 else x)
+        schedule.step()
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def sanitized(device: torch.device, tool: str = "compute-sanitizer") -> Iterator[list[Row]]:
+    """Whether compute-sanitizer finds nothing in :mod:`perf.odd_steps`, which without it are only taken."""
+    command = [sys.executable, "-m", "perf.odd_steps", str(device)]
     if shutil.which(tool) is None:
-        return left_out("checks", workload, "adamw", {tool: f"{tool} is not installed"})
-    command = [tool, "--tool", "memcheck", "--error-exitcode", "9", sys.executable, "-c", SANITIZED]
-    done = subprocess.run(
-        command, cwd=Path(__file__).parents[1], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    if done.returncode:
-        print(done.stdout[-4000:])
-    return [_row("checks", workload, tool, "exit status", "", [done.returncode])]
+        yield left_out("checks", ODD, "adamw", {tool: f"{tool} is not installed"})
+        tool = "no tool"
+    else:
+        command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *command]
+    root = Path(__file__).parents[1]
+    with let_in():
+        done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    print(done.stdout[-4000:])
+    yield [_row("checks", ODD, tool, "exit status", "", [done.returncode])]
 
 
-def measure_host(workload: str, device: torch.device, *, rounds: int) -> list[Row]:
-    """Microseconds until the call of a step returns, while the device has nothing to do: called, captured, torch's."""
-    rows = []
+HOST = (OURS, CAPTURED, FUSED, SHARDED, f"{FUSED}[DTensor]")
+
+
+def measure_host(workload: str, device: torch.device, *, rounds: int) -> Iterator[list[Row]]:
+    """Microseconds until the call of a step returns, while the device has nothing to do; see :data:`HOST`."""
     grads = make_gradients(shapes(workload), device, 1)
-    for name, captured in ((OURS, False), (OURS, True), (FUSED, False)):
-        entrant = enter(competitor("adamw", name), make_params(shapes(workload), device), grads)
-        step = co.CUDAGraphRunner(entrant.optimizer).step if captured else entrant.optimizer.step
-        samples = []
-        for index in range(-6, rounds):
-            entrant.take(grads, "fresh")
-            synchronize(device)
-            started = time.perf_counter()
-            step()
-            if index >= 0:
-                samples.append(1e6 * (time.perf_counter() - started))
-        rows.append(_row("host", workload, f"{name}[captured]" if captured else name, "host time of a step", "us", samples))
-    return rows
+    for name in HOST:
+        samples: list[float] = []
+        with let_in():
+            entrant = enter(competitor("adamw", name), make_params(shapes(workload), device), grads)
+        take = functools.partial(_time_calls, entrant, grads, device, rounds, samples)
+        rows = functools.partial(_row, "host", workload, name, "host time of a step", "us", samples)
+        yield from kept(take, lambda rows=rows, samples=samples: [rows()] if samples else [])
+
+
+def _time_calls(entrant: Entrant, grads: Sequence[Tensor], device: torch.device, rounds: int, samples: list[float]) -> None:
+    for index in range(-6, rounds):
+        entrant.take(grads, "fresh")
+        synchronize(device)
+        started = time.perf_counter()
+        entrant.optimizer.step()
+        if index >= 0:
+            samples.append(1e6 * (time.perf_counter() - started))
 
 
 def measure_kernels(
     workload: str, optimizer: str, competitors: Sequence[str], device: torch.device, *, rounds: int
-) -> list[Row]:
+) -> Iterator[list[Row]]:
     """What torch.profiler says of the kernels of a step: microseconds; of AdamW also GB/s of what it must move."""
     grads = make_gradients(shapes(workload), device, 1)
     activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
-    rows = []
     for name in (OURS, *competitors):
-        entrant = enter(competitor(optimizer, name), make_params(shapes(workload), device), grads)
-        with torch.profiler.profile(activities=[activity]) as profile:
-            for _ in range(rounds):
-                entrant.take(grads, "same")
-                entrant.optimizer.step()
-            synchronize(device)
-        events = [(e.key, _self_time(e, device) / rounds, e.count / rounds) for e in profile.key_averages()]
+        with let_in():
+            entrant = enter(competitor(optimizer, name), make_params(shapes(workload), device), grads)
+            with torch.profiler.profile(activities=[activity]) as profile:
+                for _ in range(rounds):
+                    entrant.take(grads, "same")
+                    entrant.optimizer.step()
+                synchronize(device)
+            events = [(e.key, _self_time(e, device) / rounds, e.count / rounds) for e in profile.key_averages()]
         found = sorted((e for e in events if e[1] > 0), key=lambda e: -e[1])[:8]
-        rows += [_row("kernels", workload, name, f"{key[:60]}, {n:g} launches", "us", [t], optimizer) for key, t, n in found]
+        rows = [_row("kernels", workload, name, f"{key[:60]}, {n:g} launches", "us", [t], optimizer) for key, t, n in found]
         if found and optimizer == "adamw":
             moved = 28 * elements(workload) / sum(t for _, t, _ in events) / 1e3
             rows.append(_row("kernels", workload, name, f"all kernels, {dtype_name(torch.float32)}", "GB/s", [moved]))
-    return rows
+        yield rows
 
 
 def _self_time(event: object, device: torch.device) -> float:

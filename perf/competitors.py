@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
@@ -24,6 +25,10 @@ from compiled_optim.optimizer import engine_of
 OURS = "compiled_optim"
 TORCH_PRODUCTS = f"{OURS}[torch products]"
 WATCHED = f"{OURS}[watched]"
+CAPTURED = f"{OURS}[captured]"
+SHARDED = f"{OURS}[DTensor]"
+SPLIT = f"{OURS}[split]"
+STORED = f"{OURS}[split8, int8]"
 FUSED = "torch fused"
 COMPILED = "torch compiled"
 
@@ -46,10 +51,13 @@ class Peer:
     named: str = "{}"  # how it names a class that is named {} here; case does not count
     others: Mapping[str, str] = field(default_factory=dict)  # names that follow no pattern, by ours
     compiled: bool = False  # whether the user compiles its step with torch.compile
-    finish: Callable[[Any], object] = lambda optimizer: None  # what a user does with it after construction
+    finish: Callable[[Any], object] = lambda optimizer: None  # what a user does with it then; may return what steps instead
     tensors: float = math.inf  # the most that it is given unasked
     dtype: torch.dtype = torch.float32
     spoils_gradients: bool = False  # whether it writes to them
+    given: Callable[[Sequence[Tensor]], dict[str, Any]] = lambda params: {"params": params}  # further arguments
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor  # what parameters and gradients are given as
+    only_named: bool = False  # whether it is left out unless it is asked for
     note: str = ""  # what makes its times hard to compare
 
     def find(self, optimizer: str) -> type[Optimizer]:
@@ -85,6 +93,44 @@ def _multiply_in_torch(optimizer: Any) -> None:
         lowering.compile = functools.partial(compiling, lowering.compile)  # type: ignore[method-assign]
 
 
+def named(params: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    """Parameters with the names of a transformer's: matrices whose sides are multiples of each other are hidden layers'."""
+
+    def name(index: int, param: Tensor) -> str:
+        if param.dim() < 2:
+            return f"norm.{index}.weight"
+        return f"{'embed' if max(param.shape) % min(param.shape) else 'hidden'}.{index}.weight"
+
+    return [(name(index, param), param) for index, param in enumerate(params)]
+
+
+def _split(params: Sequence[Tensor]) -> dict[str, Any]:
+    """Three parts of the matrices that have queries, keys and values; two of all where there are none."""
+    both = [(f"{'packed' if p.shape[0] == 3 * p.shape[-1] else 'other'}.{i}", p) for i, p in enumerate(params)]
+    packed = any(name.startswith("packed") for name, _ in both)
+    return {"params": both, "split": {"packed*": 3} if packed else {"*": 2}}
+
+
+@functools.cache
+def _mesh(kind: str) -> Any:
+    """A mesh of this process alone."""
+    from torch import distributed
+
+    backend = "nccl" if kind == "cuda" else "gloo"
+    if not distributed.is_initialized():
+        distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
+        atexit.register(distributed.destroy_process_group)
+    return distributed.init_device_mesh(kind, (1,))
+
+
+def _sharded(tensor: Tensor) -> Tensor:
+    """A DTensor on this process's memory, sharded over a mesh of one."""
+    from torch.distributed.tensor import DTensor, Shard
+
+    made = DTensor.from_local(tensor.detach(), _mesh(tensor.device.type), [Shard(0)], run_check=False)
+    return made.requires_grad_(tensor.requires_grad)
+
+
 _COMPILED = {"compiled": True, "tensors": SLOW_TO_COMPILE}
 _SPOILED = "writes to its gradients: gets copies, which are not timed"
 _EIGHT_BITS = "8-bit state for tensors of at least 4096 elements: moves fewer bytes"
@@ -96,7 +142,19 @@ PEERS: dict[str, Peer] = {
         "compiled_optim", named="", others={"muon": "Muon", "normuon": "NorMuon"}, finish=_multiply_in_torch
     ),
     WATCHED: Peer("compiled_optim", finish=lambda optimizer: optimizer.watch_health()),
+    CAPTURED: Peer("compiled_optim", finish=compiled_optim.CUDAGraphRunner, only_named=True),
+    SHARDED: Peer("compiled_optim", place=_sharded, only_named=True),
+    SPLIT: Peer("compiled_optim", named="", others={"muon": "Muon", "normuon": "NorMuon"}, given=_split),
+    STORED: Peer(
+        "compiled_optim",
+        {"weights": "split8", "state_dtype": "int8"},
+        dtype=torch.bfloat16,
+        only_named=True,
+        note="parameters and gradients in bfloat16, state in codes: moves fewer bytes",
+    ),
     FUSED: Peer("torch.optim", {"fused": True}),
+    f"{FUSED}[DTensor]": Peer("torch.optim", {"fused": True}, place=_sharded, only_named=True),
+    "torch Muon and fused AdamW": Peer("perf.pairs", note="two optimizers"),
     "torch foreach": Peer("torch.optim", {"foreach": True}),
     "torch foreach capturable": Peer("torch.optim", {"foreach": True, "capturable": True}),
     "torch for-loop": Peer("torch.optim", {"foreach": False}),
@@ -148,9 +206,10 @@ class Competitor:
     """A named way to make an optimizer for some parameters, which have a ``dtype``."""
 
     name: str
-    make: Callable[[Sequence[Tensor]], Optimizer]
+    make: Callable[[Sequence[Tensor]], Any]
     dtype: torch.dtype = torch.float32
     spoils_gradients: bool = False
+    place: Callable[[Tensor], Tensor] = lambda tensor: tensor  # what parameters and gradients are given as
 
 
 def exported() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
@@ -197,15 +256,18 @@ def competitor(optimizer: str, name: str, *, traced: bool = False) -> Competitor
     cls = peer.find(optimizer)
     given = {**arguments(cls, optimizer), **peer.options}
 
-    def make(params: Sequence[Tensor]) -> Optimizer:
-        made = cls(params, **given)
-        peer.finish(made)
+    def make(params: Sequence[Tensor]) -> Any:
+        own = peer.given(params)
+        if issubclass(cls, compiled_optim.MuonAdamW):
+            own["params"] = named(params)
+        made = cls(own.pop("params"), **own, **given)
+        made = peer.finish(made) or made
         if peer.compiled and not traced:
             step = with_own_code(made.step.__func__)  # type: ignore[attr-defined]
             made.step = torch.compile(types.MethodType(step, made))  # type: ignore[assignment, method-assign]
         return made
 
-    return Competitor(name, make, peer.dtype, peer.spoils_gradients)
+    return Competitor(name, make, peer.dtype, peer.spoils_gradients, peer.place)
 
 
 def entered(
@@ -223,7 +285,7 @@ def entered(
     """
     found, reasons = [], {}
     for name, peer in PEERS.items():
-        if names and name not in (OURS, *names):
+        if name not in (OURS, *names) if names else peer.only_named:
             continue
         try:
             cls = peer.find(optimizer)

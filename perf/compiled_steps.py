@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch.nn import functional
 from torch.optim import Optimizer
 
 import compiled_optim as co
-from perf.competitors import OURS, PEERS, Competitor, entered, reason, with_own_code
-from perf.measure import FIRST_STEPS, in_turn, make_gradients, make_params
-from perf.results import Row, left_out, percentiles
+from perf.budget import Deadline
+from perf.competitors import OURS, PEERS, Competitor, entered, with_own_code
+from perf.measure import FIRST_STEPS, make_gradients, make_params
+from perf.results import Row, left_out
+from perf.turns import Call, Table, clock_of_processors, measured
 from perf.workloads import shapes
 from tools.demo.digits import CLASSES, VisionTransformer, parameter_groups
 
@@ -27,7 +29,9 @@ NAMES = (OURS, INLINED, STOCK)
 _LR = 1e-4
 
 
-def measure_training_step(device: torch.device, *, rounds: int, names: Sequence[str] = (), warmup: int = 10) -> list[Row]:
+def measure_training_step(
+    device: torch.device, *, rounds: int, names: Sequence[str] = (), warmup: int = 10, deadline: Deadline | None = None
+) -> Iterator[list[Row]]:
     """A whole training step of the demo's model: forward, backward, step and ``zero_grad``.
 
     This package's steps and those of torch.optim that users compile are in the compiled function, one graph with this
@@ -38,27 +42,28 @@ def measure_training_step(device: torch.device, *, rounds: int, names: Sequence[
     pixels = torch.randn(BATCH, 1, 8, 8, generator=generator).to(device)
     digits = torch.randint(CLASSES, (BATCH,), generator=generator).to(device)
     entrants, reasons = entered("adamw", names, traced=True)
-    rows = []
-    for mode in _modes(device):
-        calls, failed = {}, {}
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
-            for made in entrants:
-                try:
-                    train = functools.partial(_trainer(made, device, mode), pixels, digits)
-                    losses = [float(train()) for _ in range(FIRST_STEPS)]
-                except Exception as error:  # packages raise what they like, compilers too
-                    if made.name == OURS:
-                        raise
-                    failed[made.name] = reason(error)
-                    continue
-                if losses[-1] < losses[0]:
-                    calls[made.name] = train
-                else:
-                    failed[made.name] = f"it does not train: losses {losses}"
-            samples = in_turn(calls, device, rounds=rounds, warmup=warmup)
-        rows += list(_rows("training_step", "demo", f"whole training step, {mode}", samples))
-        rows += left_out("training_step", "demo", "adamw", {name: f"{why} ({mode})" for name, why in failed.items()})
-    return rows + left_out("training_step", "demo", "adamw", reasons)
+    yield left_out("training_step", "demo", "adamw", reasons)
+
+    def make(made: Competitor, mode: str) -> Call:
+        train = functools.partial(_trainer(made, device, mode), pixels, digits)
+        losses = [float(train()) for _ in range(FIRST_STEPS)]
+        if not losses[-1] < losses[0]:
+            raise RuntimeError(f"it does not train: losses {losses}")
+        return Call(train)
+
+    deadline = deadline or Deadline()
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        for mode in _modes(device):
+            table = Table("training_step", "demo", f"whole training step, {mode}")
+            ways = {made.name: functools.partial(make, made, mode) for made in entrants}
+            yield from _measured(table, ways, device, rounds, warmup, deadline)
+
+
+def _measured(
+    table: Table, ways: Mapping[str, Callable[[], Call]], device: torch.device, rounds: int, warmup: int, deadline: Deadline
+) -> Iterator[list[Row]]:
+    options: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "clock": clock_of_processors(device)}
+    return measured(table, ways, device, deadline=deadline, **options)
 
 
 def _trainer(made: Competitor, device: torch.device, mode: str) -> Callable[..., Tensor]:
@@ -86,23 +91,33 @@ def _trainer(made: Competitor, device: torch.device, mode: str) -> Callable[...,
 
 
 def measure_compiled_step(
-    workload: str, device: torch.device, *, rounds: int, warmup: int = 5, modes: Sequence[str] = ()
-) -> list[Row]:
+    workload: str,
+    device: torch.device,
+    *,
+    rounds: int,
+    warmup: int = 5,
+    modes: Sequence[str] = (),
+    deadline: Deadline | None = None,
+) -> Iterator[list[Row]]:
     """The step alone, compiled, with gradients that stay where they are."""
     sizes = shapes(workload)
     grads = make_gradients(sizes, device, seed=1)
-    rows = []
+
+    def make(name: str, mode: str) -> Call:
+        params = make_params(sizes, device)
+        for param, grad in zip(params, grads, strict=True):
+            param.grad = grad
+        optimizer = _make(name, params, device)
+        step = _compiled(lambda: optimizer.step(), mode, fullgraph=name != STOCK)
+        for _ in range(FIRST_STEPS):
+            step()
+        return Call(step)
+
+    deadline = deadline or Deadline()
     for mode in modes or _modes(device):
-        calls = {}
-        for name in NAMES:
-            params = make_params(sizes, device)
-            for param, grad in zip(params, grads, strict=True):
-                param.grad = grad
-            optimizer = _make(name, params, device)
-            calls[name] = _compiled(lambda stepped=optimizer: stepped.step(), mode, fullgraph=name != STOCK)
-        samples = in_turn(calls, device, rounds=rounds, warmup=warmup)
-        rows += list(_rows("compiled_step", workload, f"step, {mode}", samples))
-    return rows
+        ways = {name: functools.partial(make, name, mode) for name in NAMES}
+        table = Table("compiled_step", workload, f"step, {mode}")
+        yield from _measured(table, ways, device, rounds, warmup, deadline)
 
 
 def _modes(device: torch.device) -> Sequence[str]:
@@ -118,15 +133,3 @@ def _make(name: str, params: Sequence[Any], device: torch.device) -> Optimizer:
 
 def _compiled(function: Callable[..., Any], mode: str, *, fullgraph: bool) -> Callable[..., Any]:
     return torch.compile(with_own_code(function), fullgraph=fullgraph, mode=mode)
-
-
-def _rows(benchmark: str, workload: str, metric: str, samples: dict[str, list[float]]) -> Iterator[Row]:
-    own = samples[OURS]
-    for name, seconds in samples.items():
-        p20, p50, p80 = percentiles([1e3 * s for s in seconds])
-        ratio = 1e3 * percentiles(own)[1] / p50
-        yield Row(benchmark, workload, "adamw", name, metric, "ms", p20, p50, p80, ratio, len(seconds))
-    for name, seconds in samples.items():
-        if name != OURS:
-            ratios = percentiles([ours / theirs for ours, theirs in zip(own, seconds, strict=True)])
-            yield Row(benchmark, workload, "adamw", name, f"paired ratio, {metric}", "ratio", *ratios, None, len(seconds))

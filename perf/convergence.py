@@ -6,6 +6,7 @@ about the ends of runs.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,6 +19,7 @@ from torch.nn import functional
 
 import compiled_optim as co
 from perf.results import Row, percentiles
+from perf.turns import kept
 from tools.demo import digits
 
 SEEDS = range(8)  # the first eight, not picked
@@ -143,17 +145,27 @@ def bound(differences: Sequence[float]) -> float:
     return (values.mean() + QUANTILE * values.std() / math.sqrt(len(values))).item()
 
 
-def measure_convergence(task: str, *, steps: int, seeds: Sequence[int] = SEEDS) -> list[Row]:
+def measure_convergence(task: str, *, steps: int, seeds: Sequence[int] = SEEDS) -> Iterator[list[Row]]:
     """Final losses of every precision over the seeds, how much they are above float32's, and the bound of that."""
-    losses = {name: [final_loss(task, name, seed, steps) for seed in seeds] for name in PRECISIONS}
-    rows = []
+    losses: dict[str, list[float]] = {name: [] for name in PRECISIONS}
     for name, values in losses.items():
-        above = [low - full for low, full in zip(values, losses[FLOAT32], strict=True)]
-        metrics = {"final loss": percentiles(values)}
-        if name != FLOAT32:
-            metrics |= {"above float32": percentiles(above), "above float32, at most (95 %)": (bound(above),) * 3}
-        for metric, found in metrics.items():
-            rows.append(
-                Row("convergence", f"{task}, {steps} steps", "adamw", name, metric, "nats", *found, None, len(values))
-            )
-    return rows
+        take = functools.partial(_train, task, name, seeds, steps, values)
+        yield from kept(take, functools.partial(_rows, f"{task}, {steps} steps", name, values, losses[FLOAT32]))
+
+
+def _train(task: str, precision: str, seeds: Sequence[int], steps: int, losses: list[float]) -> None:
+    for seed in seeds:
+        losses.append(final_loss(task, precision, seed, steps))
+
+
+def _rows(workload: str, name: str, values: Sequence[float], full: Sequence[float]) -> list[Row]:
+    if not values:
+        return []
+    metrics = {"final loss": percentiles(values)}
+    above = [low - exact for low, exact in zip(values, full, strict=False)]  # they may be fewer, if interrupted
+    if name != FLOAT32:
+        metrics |= {"above float32": percentiles(above), "above float32, at most (95 %)": (bound(above),) * 3}
+    return [
+        Row("convergence", workload, "adamw", name, metric, "nats", *found, None, len(values))
+        for metric, found in metrics.items()
+    ]

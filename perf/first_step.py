@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ import compiled_optim
 from perf.competitors import OURS, PEERS, competitor, reason
 from perf.measure import make_gradients, make_params
 from perf.results import Row, left_out, percentiles
+from perf.turns import kept
 from perf.workloads import shapes
 
 WORKLOADS = ("small-10", "small-148", "small-1000", "gpt-matrices")
@@ -34,7 +35,7 @@ METRICS = ("construct", "first step", "both", "compiling")
 
 def measure_first_step(
     workloads: Sequence[str], optimizer: str, names: Sequence[str], device: torch.device, *, repeats: int
-) -> list[Row]:
+) -> Iterator[list[Row]]:
     """Seconds in a fresh process with an empty compiler cache, and in a second process that finds it filled.
 
     Each repetition goes through all workloads and competitors, so that a slow spell of the machine meets them alike.
@@ -44,24 +45,30 @@ def measure_first_step(
     """
     samples: dict[tuple[str, str, str], list[float]] = {}
     reasons: dict[str, dict[str, str]] = {}
-    for _ in range(repeats):
-        for workload, name in itertools.product(workloads, names):
-            if PEERS[name].compiled and len(shapes(workload)) > COMPILED_LIMIT:
-                continue
-            with tempfile.TemporaryDirectory(prefix="perf-first-step-") as cache:
-                for state in ("fresh cache", "warm cache"):
-                    measured = _in_process(workload, optimizer, name, device, cache)
-                    if isinstance(measured, str):
-                        reasons.setdefault(workload, {})[name] = measured
-                        break
-                    for metric, seconds in measured.items():
-                        samples.setdefault((workload, name, f"{metric}, {state}"), []).append(seconds)
-    rows = [
-        Row("first_step", workload, optimizer, name, metric, "s", *percentiles(values), _ratio(samples, key), repeats)
-        for key, values in samples.items()
-        for workload, name, metric in [key]
-    ]
-    return rows + [row for workload, said in reasons.items() for row in left_out("first_step", workload, optimizer, said)]
+
+    def take() -> None:
+        for _ in range(repeats):
+            for workload, name in itertools.product(workloads, names):
+                if PEERS[name].compiled and len(shapes(workload)) > COMPILED_LIMIT:
+                    continue
+                with tempfile.TemporaryDirectory(prefix="perf-first-step-") as cache:
+                    for state in ("fresh cache", "warm cache"):
+                        measured = _in_process(workload, optimizer, name, device, cache)
+                        if isinstance(measured, str):
+                            reasons.setdefault(workload, {})[name] = measured
+                            break
+                        for metric, seconds in measured.items():
+                            samples.setdefault((workload, name, f"{metric}, {state}"), []).append(seconds)
+
+    def rows() -> list[Row]:
+        found = []
+        for key, values in samples.items():
+            workload, name, metric = key
+            numbers = (*percentiles(values), _ratio(samples, key), len(values))
+            found.append(Row("first_step", workload, optimizer, name, metric, "s", *numbers))
+        return found + [r for workload, said in reasons.items() for r in left_out("first_step", workload, optimizer, said)]
+
+    yield from kept(take, rows)
 
 
 def _ratio(samples: Mapping[tuple[str, str, str], Sequence[float]], key: tuple[str, str, str]) -> float | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -66,11 +66,17 @@ class Check:
 
 
 def _check(
-    benchmark: str, promises: tuple[Promise, ...], measured: Callable[[], list[Row]], values: Values, record: Record
+    benchmark: str,
+    promises: tuple[Promise, ...],
+    measured: Callable[[], Iterator[list[Row]]],
+    values: Values,
+    record: Record,
 ) -> Check:
     def measure() -> Mapping[str, float]:
-        rows = measured()
-        record(rows)
+        rows = []
+        for found in measured():
+            record(found)
+            rows += found
         return values(rows)
 
     return Check(benchmark, promises, measure, values)
@@ -156,7 +162,7 @@ def _step_check(workload: str, limit: float, device: torch.device, record: Recor
     metric = "step, fresh gradients"
     promise = Promise(f"AdamW step, {workload}, fresh gradients: time / {FUSED}", limit, "ratio of medians")
 
-    def measured() -> list[Row]:
+    def measured() -> Iterator[list[Row]]:
         competitors = [competitor("adamw", name) for name in (OURS, FUSED)]
         return measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload], gradients=("fresh",))
 
@@ -177,7 +183,7 @@ def _first_step_check(
     wall = Promise(f"AdamW construction and first step, {many} tensors / {few} tensors", 1.3, "ratio of medians")
     compiling = Promise(f"AdamW seconds compiling, {many} tensors / {few} tensors", 1.3, "ratio of medians")
 
-    def measured() -> list[Row]:
+    def measured() -> Iterator[list[Row]]:
         return measure_first_step([f"small-{n}" for n in counts], "adamw", [OURS], device, repeats=repeats)
 
     def values(rows: Sequence[Row]) -> dict[str, float]:
@@ -202,9 +208,10 @@ def _host_check(record: Record) -> Check:
         for (count, metric), limit in limits.items()
     }
 
-    def measured() -> list[Row]:
+    def measured() -> Iterator[list[Row]]:
         counts = dict.fromkeys(count for count, _ in limits)
-        return [row for count in counts for row in measure_overhead(f"small-{count}", "adamw", rounds=HOST_CHECKS)]
+        for count in counts:
+            yield from measure_overhead(f"small-{count}", "adamw", rounds=HOST_CHECKS)
 
     def values(rows: Sequence[Row]) -> dict[str, float]:
         medians = {(r.workload, r.metric): r.p50 for r in rows if r.optimizer == "adamw"}
@@ -228,7 +235,7 @@ def _schedulers_check(device: torch.device, record: Record) -> Check:
             promise.name: medians["2 groups", n, OURS] for n, promise in few.items()
         }
 
-    def measured() -> list[Row]:
+    def measured() -> Iterator[list[Row]]:
         return measure_schedulers("adamw", device, rounds=SCHEDULER_ROUNDS)
 
     return _check("schedulers", (*ratios.values(), *few.values()), measured, values, record)
@@ -237,7 +244,7 @@ def _schedulers_check(device: torch.device, record: Record) -> Check:
 def _bandwidth_check(workload: str, limit: float, device: torch.device, record: Record) -> Check:
     promise = Promise(f"AdamW step, {workload}: bandwidth / a copy's", limit, "ratio of medians", at_least=True)
 
-    def measured() -> list[Row]:
+    def measured() -> Iterator[list[Row]]:
         return measure_bandwidth(workload, "adamw", device, rounds=ROUNDS[workload])
 
     def values(rows: Sequence[Row]) -> dict[str, float]:

@@ -6,10 +6,12 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from perf.competitors import OURS
 from perf.results import Row, percentiles
+from perf.turns import kept
 from perf.workloads import shapes
 
 REPEATS = 3  # processes of each checkout
@@ -17,7 +19,7 @@ OTHER = f"{OURS}[other checkout]"
 _ROOT = Path(__file__).parent.parent
 
 
-def measure_host_time(workload: str, optimizer: str, *, rounds: int, against: Path | None) -> list[Row]:
+def measure_host_time(workload: str, optimizer: str, *, rounds: int, against: Path | None) -> Iterator[list[Row]]:
     """Microseconds of processor time per step, by the kind of step: see ``perf/no_device.py``.
 
     Beside it those of the package in the checkout ``against``, in processes in turn with this one's; the ratio is that of
@@ -25,18 +27,24 @@ def measure_host_time(workload: str, optimizer: str, *, rounds: int, against: Pa
     """
     checkouts = {OURS: _ROOT, **({} if against is None else {OTHER: against.resolve()})}
     samples: dict[str, dict[str, list[float]]] = {}
-    for _ in range(REPEATS):
-        for name, checkout in checkouts.items():
-            for metric, values in _in_process(checkout, len(shapes(workload)), optimizer, rounds).items():
-                samples.setdefault(metric, {}).setdefault(name, []).extend(values)
-    rows = []
-    for metric, by_checkout in samples.items():
-        own = percentiles(by_checkout[OURS])[1]
-        for name, values in by_checkout.items():
-            p20, p50, p80 = percentiles(values)
-            label = f"{metric}, driver that does nothing"
-            rows.append(Row("overhead", workload, optimizer, name, label, "us", p20, p50, p80, own / p50, len(values)))
-    return rows
+
+    def take() -> None:
+        for _ in range(REPEATS):
+            for name, checkout in checkouts.items():
+                for metric, values in _in_process(checkout, len(shapes(workload)), optimizer, rounds).items():
+                    samples.setdefault(metric, {}).setdefault(name, []).extend(values)
+
+    def rows() -> list[Row]:
+        found = []
+        for metric, by_checkout in samples.items():
+            own = percentiles(by_checkout[OURS])[1]
+            for name, values in by_checkout.items():
+                p20, p50, p80 = percentiles(values)
+                label = f"{metric}, driver that does nothing"
+                found.append(Row("overhead", workload, optimizer, name, label, "us", p20, p50, p80, own / p50, len(values)))
+        return found
+
+    yield from kept(take, rows)
 
 
 def _in_process(checkout: Path, count: int, optimizer: str, rounds: int) -> dict[str, list[float]]:

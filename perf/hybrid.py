@@ -5,16 +5,20 @@ The claim is about this model and these steps alone.
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 import compiled_optim as co
 from perf.convergence import trained
+from perf.interrupts import let_in
 from perf.results import Row, percentiles
+from perf.turns import kept
 
 SEEDS = range(4)
 TUNING_SEED = 100  # none of those that are reported
@@ -35,25 +39,39 @@ SIDES = {"AdamW": _adamw, "MuonAdamW": _hybrid}
 
 def measure_hybrid(
     task: str, *, steps: int, seeds: Sequence[int] = SEEDS, rates: Sequence[float] = RATES, picture: Path | None = None
-) -> list[Row]:
+) -> Iterator[list[Row]]:
     """The losses at the end with every learning rate, and with each side's best one over the seeds, drawn in ``picture``."""
-    rows, curves = [], {}
+    curves = {}
     where = f"{task}, {steps} steps"
     for name, make in SIDES.items():
-        tuned = {lr: trained(task, TUNING_SEED, steps, make, lr)[1] for lr in rates}
+        tuned = {}
+        for lr in rates:
+            with let_in():
+                tuned[lr] = loss = trained(task, TUNING_SEED, steps, make, lr)[1]
+            yield [Row("hybrid", where, name.lower(), name, f"tuning, lr {lr:.3g}", "nats", *(loss,) * 3, None, 1)]
         best = min(tuned, key=lambda lr: tuned[lr])
         if best in (rates[0], rates[-1]) and len(rates) > 2:
             warnings.warn(f"{name} is best at {best}, an end of the learning rates that were tried", stacklevel=2)
-        runs = [trained(task, seed, steps, make, best) for seed in seeds]
+        runs: list[tuple[list[float], float]] = []
+        yield from kept(
+            functools.partial(_run, task, seeds, steps, make, best, runs),
+            functools.partial(_final, where, name, best, runs),
+        )
         curves[f"{name}, lr {best:.3g}"] = [losses for losses, _ in runs]
-        for lr, loss in tuned.items():
-            rows.append(Row("hybrid", where, name.lower(), name, f"tuning, lr {lr:.3g}", "nats", *(loss,) * 3, None, 1))
-        found = percentiles([final for _, final in runs])
-        rows.append(Row("hybrid", where, name.lower(), name, "final loss", "nats", *found, None, len(runs)))
-        rows.append(Row("hybrid", where, name.lower(), name, "learning rate", "1", best, best, best, None, len(runs)))
     if picture is not None:
         _draw(curves, where, picture)
-    return rows
+
+
+def _run(task: str, seeds: Sequence[int], steps: int, make: Callable[[nn.Module], Any], lr: float, runs: list[Any]) -> None:
+    for seed in seeds:
+        runs.append(trained(task, seed, steps, make, lr))
+
+
+def _final(where: str, name: str, best: float, runs: Sequence[tuple[list[float], float]]) -> list[Row]:
+    if not runs:
+        return []
+    values = {("final loss", "nats"): percentiles([final for _, final in runs]), ("learning rate", "1"): (best,) * 3}
+    return [Row("hybrid", where, name.lower(), name, *key, *found, None, len(runs)) for key, found in values.items()]
 
 
 def _draw(curves: dict[str, list[list[float]]], title: str, path: Path) -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compiled_optim as co
-from perf.competitors import FUSED, OURS, competitor, reason, with_own_code
+from perf.budget import Deadline
+from perf.competitors import FUSED, OURS, competitor, with_own_code
 from perf.compiled_steps import INLINED
 from perf.convergence import Causal
-from perf.measure import FIRST_STEPS, in_turn
-from perf.results import Row, left_out, percentiles
+from perf.measure import FIRST_STEPS
+from perf.results import Row
+from perf.turns import Call, Table, clock_of_processors, measured
 
 
 @dataclass(frozen=True)
@@ -85,35 +87,27 @@ class GPT(nn.Module):
 
 
 def measure_loops(
-    name: str, device: torch.device, *, rounds: int, seconds: float, ways: Sequence[Way] = tuple(WAYS)
-) -> list[Row]:
-    """Milliseconds of a training step in each way, in turn, and the loss after the first ones.
+    name: str,
+    device: torch.device,
+    *,
+    rounds: int,
+    deadline: Deadline | None = None,
+    ways: Sequence[Way] = tuple(WAYS),
+) -> Iterator[list[Row]]:
+    """Milliseconds of a training step in each way, and the loss after the first ones: see :func:`perf.turns.measured`."""
+    size = SIZES[name]
+    table = Table("loops", str(size), "training step", own=str(Way(OURS, "model", runner=True)))
 
-    Ways that are not compiled yet after so many ``seconds`` are left out, and have rows that say so.
-    """
-    size, started = SIZES[name], time.monotonic()
-    calls: dict[str, Callable[[], Tensor]] = {}
-    reasons, rows = {}, []
+    def make(way: Way) -> Call:
+        call = _loop(way, size, device)
+        losses = [float(call()) for _ in range(2 * FIRST_STEPS)]
+        loss = (str(way), f"loss of step {len(losses)}", "nats", *(losses[-1],) * 3, None, 1)
+        return Call(call, found=[Row("loops", str(size), "adamw", *loss)])
+
+    made = {str(way): functools.partial(make, way) for way in ways}
+    clock = clock_of_processors(device)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        for way in ways:
-            if calls and time.monotonic() - started > seconds:
-                reasons[str(way)] = "out of time"
-                continue
-            try:
-                call = _loop(way, size, device)
-                losses = [float(call()) for _ in range(2 * FIRST_STEPS)]
-            except Exception as error:  # compilers raise what they like
-                reasons[str(way)] = reason(error)
-                continue
-            calls[str(way)] = call
-            rows.append(_row(size, str(way), f"loss of step {len(losses)}", "nats", losses[-1:]))
-        samples = in_turn(calls, device, rounds=rounds, warmup=3)
-    rows += [_row(size, way, "training step", "ms", [1e3 * s for s in taken]) for way, taken in samples.items()]
-    return rows + left_out("loops", str(size), "adamw", reasons)
-
-
-def _row(size: Size, way: str, metric: str, unit: str, values: Sequence[float]) -> Row:
-    return Row("loops", str(size), "adamw", way, metric, unit, *percentiles(values), None, len(values))
+        yield from measured(table, made, device, rounds=rounds, warmup=3, deadline=deadline, clock=clock)
 
 
 def _loop(way: Way, size: Size, device: torch.device) -> Callable[[], Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,10 +10,13 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim as co
+from perf.budget import Deadline
 from perf.competitors import FUSED, OURS, Competitor
 from perf.convergence import FLOAT32, PRECISIONS
-from perf.measure import make_gradients, make_params, step_times
-from perf.results import Row, percentiles
+from perf.interrupts import let_in
+from perf.measure import make_gradients, make_params, step_ways
+from perf.results import Row
+from perf.turns import Samples, Table, measured
 from perf.workloads import elements, shapes
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -37,22 +40,31 @@ def competitors() -> list[Competitor]:
     return [Competitor(FUSED, lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)), *ours]
 
 
-def measure_low_memory(workload: str, device: torch.device, *, rounds: int) -> list[Row]:
-    """Step times in turn, each as a share of torch's in the same round, and bytes for each parameter with its gradient."""
+class _Shares(Table):
+    """Steps, and each as a share of torch's in the same round."""
+
+    def together(self, samples: Samples) -> list[Row]:
+        rows = []
+        for name, seconds in samples.items():
+            rows.append(self._row(name, self.metric, "ms", [1e3 * s for s in seconds]))
+            if self.own in samples:
+                shares = [own / theirs for own, theirs in zip(seconds, samples[self.own], strict=True)]
+                rows.append(self._row(name, "share of torch's step on float32", "ratio", shares))
+        return rows
+
+
+def measure_low_memory(
+    workload: str, device: torch.device, *, rounds: int, deadline: Deadline | None = None
+) -> Iterator[list[Row]]:
+    """Bytes for each parameter with its gradient, and step times in turn, each as a share of torch's in the same round."""
     entered = competitors()
-    samples = step_times(shapes(workload), entered, device, rounds=rounds, warmup=3, gradients="fresh")
-    rows = []
     for c in entered:
-        milliseconds = percentiles([1e3 * s for s in samples[c.name]])
-        shares = percentiles([own / theirs for own, theirs in zip(samples[c.name], samples[FUSED], strict=True)])
-        taken = _bytes(c, workload, device) / elements(workload)
-        for metric, unit, values in (
-            ("step", "ms", milliseconds),
-            ("share of torch's step on float32", "ratio", shares),
-            ("memory", "bytes/parameter", (taken, taken, taken)),
-        ):
-            rows.append(Row("low_memory", workload, "adamw", c.name, metric, unit, *values, None, rounds))
-    return rows
+        with let_in():
+            taken = _bytes(c, workload, device) / elements(workload)
+        yield [Row("low_memory", workload, "adamw", c.name, "memory", "bytes/parameter", *(taken,) * 3, None, 1)]
+    table = _Shares("low_memory", workload, "step", own=FUSED)
+    ways = step_ways(shapes(workload), entered, device, "fresh")
+    yield from measured(table, ways, device, rounds=rounds, warmup=3, deadline=deadline)
 
 
 def _bytes(competitor: Competitor, workload: str, device: torch.device) -> int:

@@ -2,31 +2,29 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
-import time
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from compiled_optim import CompiledOptimizer, CUDAGraphRunner
 from compiled_optim.capture.graph import GRAPHS
 from compiled_optim.lowering.kernels.table import CoefficientTable, KernelTensors, TensorTable
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
 from compiled_optim.optimizer import engine_of
-from perf.competitors import OURS, Competitor, competitor, reason
+from perf import turns
+from perf.budget import Deadline
+from perf.competitors import OURS, Competitor, competitor
 from perf.results import Row, left_out, percentiles
+from perf.turns import Call, Samples, Table, kept, measured
 from perf.workloads import Shapes, shapes
 
 Gradients: TypeAlias = Literal["fresh", "same"]
-Samples: TypeAlias = dict[str, list[float]]
-T = TypeVar("T")
 
 FIRST_STEPS = 3
 """Taken by each competitor alone, since some compile in more than one, or need the device to itself."""
@@ -38,13 +36,14 @@ class Entrant:
 
     competitor: Competitor
     params: list[Tensor]
-    optimizer: Optimizer
+    optimizer: Any
 
     def take(self, grads: Sequence[Tensor], gradients: Gradients) -> None:
         """Set its parameters' gradients; some optimizers drop them in a step, some write to them."""
         for param, grad in zip(self.params, grads, strict=True):
             spoiled = self.competitor.spoils_gradients
-            param.grad = grad.clone() if spoiled else grad.view_as(grad) if gradients == "fresh" else grad
+            taken = grad.clone() if spoiled else grad.view_as(grad) if gradients == "fresh" else grad
+            param.grad = self.competitor.place(taken)
 
 
 def make_params(sizes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -57,53 +56,14 @@ def make_gradients(sizes: Shapes, device: torch.device, seed: int, dtype: torch.
     return _normal(sizes, device, dtype, 0.01, seed)
 
 
-def step_times(
-    sizes: Shapes,
-    competitors: Sequence[Competitor],
-    device: torch.device,
-    *,
-    rounds: int,
-    warmup: int,
-    gradients: Gradients,
-    reasons: dict[str, str] | None = None,
-) -> Samples:
-    """Seconds of every step, by competitor; entry ``i`` of each list is from the same round.
-
-    All optimizers of parameters of one dtype share the gradients' memory. They step in turn, each round in another order.
-    With ``gradients="fresh"`` every step gets new tensor objects at other addresses than the step before, as after
-    ``zero_grad()``; making them is not timed. ``reasons`` takes why competitors do not run; without it they raise.
-    """
-    from torch._inductor import config
-
-    config.compile_threads = 1  # workers would import torch beside the first seconds of the benchmark
-    seeds = (1, 2) if gradients == "fresh" else (1,)
-    pools = {d: [make_gradients(sizes, device, seed, d) for seed in seeds] for d in {c.dtype for c in competitors}}
-    entrants = []
-    for c in competitors:
-        try:
-            entrants.append(enter(c, make_params(sizes, device, c.dtype), pools[c.dtype][0]))
-        except Exception as error:  # packages raise what they like, compilers too
-            if reasons is None or c.name == OURS:
-                raise
-            reasons[c.name] = reason(error)
-    samples: Samples = {e.competitor.name: [] for e in entrants}
-    with _no_garbage_collection():
-        for index in range(-warmup, rounds):
-            for entrant in _turns(entrants, index):
-                entrant.take(pools[entrant.competitor.dtype][index % len(seeds)], gradients)
-                seconds = _timed(entrant.optimizer.step, device)
-                if index >= 0:
-                    samples[entrant.competitor.name].append(seconds)
-    return samples
-
-
 def enter(made: Competitor, params: list[Tensor], grads: Sequence[Tensor]) -> Entrant:
     """Let a competitor take its first steps.
 
     Raises:
         RuntimeError: they changed nothing, or made parameters that are not finite.
     """
-    entrant = Entrant(made, params, made.make(params))
+    placed = [made.place(param) for param in params]
+    entrant = Entrant(made, placed, made.make(placed))
     before = params[0].detach().clone()
     for _ in range(FIRST_STEPS):
         entrant.take(grads, "fresh")
@@ -113,23 +73,6 @@ def enter(made: Competitor, params: list[Tensor], grads: Sequence[Tensor]) -> En
     if not all(bool(param.isfinite().all()) for param in params):
         raise RuntimeError("its steps made parameters that are not finite")
     return entrant
-
-
-def in_turn(calls: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, warmup: int) -> Samples:
-    """Seconds of each call, each round in another order; entry ``i`` of each list is from the same round.
-
-    On a CPU they are those of processors, so that other work on the machine counts little.
-    """
-    clock = time.process_time if device.type == "cpu" else time.perf_counter
-    samples: Samples = {name: [] for name in calls}
-    entrants = list(calls.items())
-    with _no_garbage_collection():
-        for index in range(-warmup, rounds):
-            for name, call in _turns(entrants, index):
-                seconds = _timed(call, device, clock)
-                if index >= 0:
-                    samples[name].append(seconds)
-    return samples
 
 
 def measure_step(
@@ -142,38 +85,49 @@ def measure_step(
     warmup: int = 5,
     gradients: Sequence[Gradients] = ("fresh", "same"),
     reasons: Mapping[str, str] = types.MappingProxyType({}),
-) -> list[Row]:
-    """The table of :func:`step_times`: step times, and the ratios of this package's default to each other competitor.
+    deadline: Deadline | None = None,
+) -> Iterator[list[Row]]:
+    """Step times, and the ratios of this package's default to each other competitor: see :func:`perf.turns.measured`.
 
-    A competitor that does not run has a row that says why, as have those of ``reasons``.
+    With ``"fresh"`` gradients every step gets new tensor objects at other addresses than the step before, as after
+    ``zero_grad()``. A competitor that does not run has a row that says why, as have those of ``reasons``.
     """
-    rows, said = [], dict(reasons)
+    said: dict[str, str] = {}
+    yield left_out("step", workload, optimizer, reasons)
     for kind in gradients:
-        able = [c for c in competitors if c.name not in said]
-        samples = step_times(shapes(workload), able, device, rounds=rounds, warmup=warmup, gradients=kind, reasons=said)
-        rows += step_rows(workload, optimizer, kind, samples)
-    return rows + left_out("step", workload, optimizer, said)
+        ways = step_ways(shapes(workload), competitors, device, kind)
+        options: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "deadline": deadline, "reasons": said}
+        yield from measured(step_table(workload, optimizer, kind), ways, device, **options)
 
 
-def step_rows(workload: str, optimizer: str, gradients: Gradients, samples: Samples) -> list[Row]:
-    """Rows ``step, <gradients> gradients`` with the ratio of medians, and ``paired ratio`` with that within each round."""
-    rows, paired = [], []
-    own = samples[OURS]
-    own_median = percentiles(own)[1]
-    for name, seconds in samples.items():
-        p20, p50, p80 = percentiles([1e3 * s for s in seconds])
-        metric = f"step, {gradients} gradients"
-        rows.append(
-            Row("step", workload, optimizer, name, metric, "ms", p20, p50, p80, 1e3 * own_median / p50, len(seconds))
-        )
-        if name != OURS:
-            ratios = percentiles([ours / theirs for ours, theirs in zip(own, seconds, strict=True)])
-            metric = f"paired ratio, {gradients} gradients"
-            paired.append(Row("step", workload, optimizer, name, metric, "ratio", *ratios, None, len(seconds)))
-    return rows + paired
+def step_table(workload: str, optimizer: str, gradients: Gradients) -> Table:
+    """Rows ``step, <gradients> gradients``, and ``paired ratio, <gradients> gradients`` of ratios within each round."""
+    metric = f"step, {gradients} gradients"
+    return Table("step", workload, metric, optimizer, paired=f"paired ratio, {gradients} gradients")
 
 
-def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]:
+def step_ways(
+    sizes: Shapes, competitors: Sequence[Competitor], device: torch.device, gradients: Gradients
+) -> dict[str, Callable[[], Call]]:
+    """The steps of competitors, for :func:`perf.turns.measured`.
+
+    All optimizers of parameters of one dtype share the gradients' memory. Setting gradients is not timed.
+    """
+    from torch._inductor import config
+
+    config.compile_threads = 1  # workers would import torch beside the first seconds of the benchmark
+    seeds = (1, 2) if gradients == "fresh" else (1,)
+    pools = {d: [make_gradients(sizes, device, seed, d) for seed in seeds] for d in {c.dtype for c in competitors}}
+
+    def make(made: Competitor) -> Call:
+        pool = pools[made.dtype]
+        entrant = enter(made, make_params(sizes, device, made.dtype), pool[0])
+        return Call(entrant.optimizer.step, lambda index: entrant.take(pool[index % len(seeds)], gradients))
+
+    return {c.name: functools.partial(make, c) for c in competitors}
+
+
+def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> Iterator[list[Row]]:
     """What the default CPU lowering does in Python per step, in microseconds per parameter, with fresh gradients.
 
     ``step without kernel`` is a whole step in which the kernel's call does nothing; ``steady-state check`` is the part of it
@@ -201,16 +155,23 @@ def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> list[Row]
 
     calls = {"steady-state check": check, "step without kernel": made.step, "runner without replay": runner.step}
     samples: Samples = {metric: [] for metric in calls}
-    with _no_garbage_collection():
+
+    @turns.no_garbage_collection()
+    def take() -> None:
         for index in range(rounds):
             for metric, call in calls.items():
                 for param, grad in zip(params, pools[index % 2], strict=True):
                     param.grad = grad.view_as(grad)
-                samples[metric].append(1e6 * _timed(call, device) / len(params))
-    return [
-        Row("overhead", workload, optimizer, OURS, metric, "us/parameter", *percentiles(values), None, rounds)
-        for metric, values in samples.items()
-    ]
+                samples[metric].append(1e6 * turns.timed(call, device) / len(params))
+
+    def rows() -> list[Row]:
+        return [
+            Row("overhead", workload, optimizer, OURS, metric, "us/parameter", *percentiles(values), None, len(values))
+            for metric, values in samples.items()
+            if values
+        ]
+
+    yield from kept(take, rows)
 
 
 def measure_bandwidth(
@@ -221,7 +182,7 @@ def measure_bandwidth(
     dtype: torch.dtype = torch.float32,
     rounds: int,
     warmup: int = 3,
-) -> list[Row]:
+) -> Iterator[list[Row]]:
     """Gigabytes per second that a step moves, without clipping and with it, and that a plain copy moves beside it.
 
     Each number is counted as read and written once; a step that clips reads the gradients twice. ``clipping`` is the
@@ -240,29 +201,37 @@ def measure_bandwidth(
     target = torch.empty_like(source)
     moved["copy"] = 2 * _bytes(source)
     seconds: Samples = {metric: [] for metric in moved}
-    for step, bound in (("step", None), ("clipped step", 1.0)):
-        made.max_grad_norm = bound
-        for index in range(-warmup, rounds):
-            for metric, call in ((step, made.step), ("copy", lambda: target.copy_(source))):
-                elapsed = _timed(call, device)
-                if index >= 0:
-                    seconds[metric].append(elapsed)
-    difference = [1e3 * (b - a) for a, b in zip(seconds["step"], seconds["clipped step"], strict=True)]
-    measured = [(m, "GB/s", [moved[m] / s / 1e9 for s in seconds[m]]) for m in moved] + [("clipping", "ms", difference)]
-    return [
-        Row(
-            "bandwidth",
-            workload,
-            optimizer,
-            "copy" if metric == "copy" else OURS,
-            f"{metric}, {dtype_name(dtype)}",
-            unit,
-            *percentiles(values),
-            None,
-            len(values),
-        )
-        for metric, unit, values in measured
-    ]
+
+    def take() -> None:
+        for step, bound in (("step", None), ("clipped step", 1.0)):
+            made.max_grad_norm = bound
+            for index in range(-warmup, rounds):
+                for metric, call in ((step, made.step), ("copy", lambda: target.copy_(source))):
+                    elapsed = turns.timed(call, device)
+                    if index >= 0:
+                        seconds[metric].append(elapsed)
+
+    def rows() -> list[Row]:
+        found = [(metric, "GB/s", [moved[metric] / s / 1e9 for s in seconds[metric]]) for metric in moved]
+        both = zip(seconds["step"], seconds["clipped step"], strict=False)  # the second may be under way
+        found.append(("clipping", "ms", [1e3 * (clipped - plain) for plain, clipped in both]))
+        return [
+            Row(
+                "bandwidth",
+                workload,
+                optimizer,
+                "copy" if metric == "copy" else OURS,
+                f"{metric}, {dtype_name(dtype)}",
+                unit,
+                *percentiles(values),
+                None,
+                len(values),
+            )
+            for metric, unit, values in found
+            if values
+        ]
+
+    yield from kept(take, rows)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -325,34 +294,3 @@ def _remove_kernels(optimizer: CompiledOptimizer) -> None:
             raise RuntimeError("the overhead benchmark needs the C++ lowering; no compiler was found")
         for table in lowering.tables:
             table.kernel = _NoKernel()
-
-
-def _turns(entrants: Sequence[T], index: int) -> Iterator[T]:
-    """``entrants`` rotated by ``index``, and reversed every other time round so that neighbours change."""
-    count = len(entrants)
-    order = [entrants[(index + i) % count] for i in range(count)]
-    yield from reversed(order) if (index // count) % 2 else order
-
-
-def _timed(function: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    synchronize(device)
-    started = clock()
-    function()
-    synchronize(device)
-    return clock() - started
-
-
-def synchronize(device: torch.device) -> None:
-    """Wait until the device is done."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
-@contextlib.contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()

@@ -21,8 +21,8 @@ from torch.nn import functional
 from perf import gates, results
 from perf.competitors import FUSED, OURS, PEERS, competitor, exported
 from perf.convergence import TASKS
-from perf.measure import in_turn
 from perf.results import NOT_RUN, Row
+from perf.turns import in_turn
 from perf.workloads import WORKLOADS, shapes
 
 ROOT = Path(__file__).parents[1]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR, St
 from perf.competitors import OURS, competitor
 from perf.measure import make_params
 from perf.results import Row, percentiles
+from perf.turns import Samples, kept
 
 GROUPS = (2, 24)
 STEPS = 50
@@ -26,28 +28,33 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def measure_schedulers(optimizer: str, device: torch.device, *, rounds: int) -> list[Row]:
+def measure_schedulers(optimizer: str, device: torch.device, *, rounds: int) -> Iterator[list[Row]]:
     """Microseconds of processor time for a scheduler's step over each of :data:`GROUPS`, in turn in one process."""
-    names = (OURS, "torch fused")
-    rows = []
     for count, (metric, schedule) in itertools.product(GROUPS, SCHEDULERS.items()):
-        made = {}
-        for name in names:
+        made, samples = {}, {}
+        for name in (OURS, "torch fused"):
             groups = [{"params": [param]} for param in make_params([(2,)] * count, device)]
             stepped = competitor(optimizer, name).make(groups)
-            made[name] = schedule(stepped)
+            made[name], samples[name] = schedule(stepped), []
             stepped.step()  # or schedulers warn
-        samples: dict[str, list[float]] = {name: [] for name in names}
-        for _ in range(rounds):
-            for name, scheduler in made.items():
-                begin = time.process_time()
-                for _ in range(STEPS):
-                    scheduler.step()
-                samples[name].append(1e6 * (time.process_time() - begin) / STEPS)
-        ours = percentiles(samples[OURS])[1]
-        for name, values in samples.items():
+        rows = functools.partial(_rows, f"{count} groups", optimizer, metric, samples)
+        yield from kept(functools.partial(_take, made, samples, rounds), rows)
+
+
+def _take(made: Mapping[str, Any], samples: Samples, rounds: int) -> None:
+    for _ in range(rounds):
+        for name, scheduler in made.items():
+            begin = time.process_time()
+            for _ in range(STEPS):
+                scheduler.step()
+            samples[name].append(1e6 * (time.process_time() - begin) / STEPS)
+
+
+def _rows(workload: str, optimizer: str, metric: str, samples: Samples) -> list[Row]:
+    rows = []
+    for name, values in samples.items():
+        if values:
             p20, p50, p80 = percentiles(values)
-            rows.append(
-                Row("schedulers", f"{count} groups", optimizer, name, metric, "us", p20, p50, p80, ours / p50, rounds)
-            )
+            ratio = percentiles(samples[OURS])[1] / p50
+            rows.append(Row("schedulers", workload, optimizer, name, metric, "us", p20, p50, p80, ratio, len(values)))
     return rows
