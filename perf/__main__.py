@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from perf import checks, first_step, gates, loops, results, train, workspaces
+from perf import checks, distributed, first_step, gates, loops, results, train, workspaces
 from perf.budget import Deadline
 from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-FAILED = (checks.failed, workspaces.failed, train.failed)
+FAILED = (checks.failed, workspaces.failed, train.failed, distributed.failed)
 """Whether a row tells of a failure, which is the command's."""
 
 Measured: TypeAlias = Iterable[list[Row]]
@@ -149,6 +149,11 @@ def _loops(args: argparse.Namespace) -> Measured:
 def _train(args: argparse.Namespace) -> Measured:
     for model in ["small"] if args.rehearse else args.model:
         yield from train.measure_training(model, args.device, deadline=args.deadline)
+
+
+def _distributed(args: argparse.Namespace) -> Measured:
+    options = {"processes": args.processes, "layouts": args.layouts, "deadline": args.deadline}
+    return distributed.measure_distributed(args.device, size="small" if args.rehearse else args.model, **options)
 
 
 def _host(args: argparse.Namespace) -> Measured:
@@ -314,6 +319,15 @@ def _parser() -> argparse.ArgumentParser:
         "train", _saved(_train, "training"), "train a GPT from random weights in every way; exit status 1 if losses differ"
     )
     trained.add_argument("--model", nargs="+", choices=list(train.MODELS), default=["gpt2"], help="small: for a CPU")
+
+    spread = command(
+        "distributed",
+        _saved(_distributed, "training on several processes", alone=False),
+        "train on several processes with nccl, or gloo on a CPU; exit status 1 if parameters are not those of one process",
+    )
+    spread.add_argument("--processes", nargs="+", type=int, default=[2, 4], help="on a GPU each")
+    spread.add_argument("--layouts", nargs="+", choices=list(distributed.LAYOUTS), default=list(distributed.LAYOUTS))
+    spread.add_argument("--model", choices=list(distributed.SIZES), default="large")
 
     hosted = command(
         "host",

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import pandas as pd
 
-from perf.budget import GRACE, ROOT, Part, run
+from perf.budget import GRACE, LEFT, ROOT, Part, run
 
 LIMIT = 590.0
 """Seconds that a call may take."""
@@ -64,6 +64,12 @@ COMPILED = {
     "compiled-step --workload gpt2-124m --rounds 51 --modes default": 140.0,
 }
 """Training loops, what a GPU alone can show, and functions that the user compiles; most of the time goes into compiling."""
+
+TRAIN = {f"train --seconds {LEFT}": LIMIT}
+"""GPT-2 from random weights in every way to take a step."""
+
+DISTRIBUTED = {f"distributed --seconds {LEFT}": LIMIT}
+"""Training on two GPUs and on four, compared with one."""
 
 FILES = ["tests/capture/test_cuda.py", "tests/capture/test_capture_surroundings.py"]
 """All that hold tests marked ``cuda``."""
@@ -140,6 +146,16 @@ def compiled(directory: Path, device: str, name: str, rehearsal: bool) -> list[P
     return _measurements(COMPILED, directory, device, rehearsal)
 
 
+def train(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The trainings of ``perf/gpu train``."""
+    return _measurements(TRAIN, directory, device, rehearsal)
+
+
+def distributed(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The trainings of ``perf/gpu distributed``; those of a rehearsal need no GPU."""
+    return _measurements(DISTRIBUTED, directory, "cpu" if rehearsal else device, rehearsal)
+
+
 def _measurements(commands: Mapping[str, float], directory: Path, device: str, rehearsal: bool) -> list[Part]:
     options = ["--device", device, "--results", str(directory), *(["--rehearse"] if rehearsal else [])]
     times = 3 if rehearsal else 1  # a CPU compiles and runs what it must
@@ -172,6 +188,8 @@ PLANS: dict[str, Callable[[Path, str, str, bool], list[Part]]] = {
     "timings": timings,
     "compiled": compiled,
     "tests": tests,
+    "train": train,
+    "distributed": distributed,
 }
 
 
