@@ -147,6 +147,7 @@ def measure_distributed(
     processes: Sequence[int] = (2, 4),
     layouts: Sequence[str] = tuple(LAYOUTS),
     deadline: Deadline | None = None,
+    limit: float = LIMIT,
 ) -> Iterator[list[Row]]:
     """The rows of each layout on so many processes as soon as they have ended; those that did not run say why."""
     deadline = deadline or Deadline()
@@ -158,7 +159,7 @@ def measure_distributed(
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     with let_in(), deadline.piece():
-                        _run(name, SIZES[size], device.type, count, folder)
+                        _run(count, name, SIZES[size], device.type, folder, limit)
                     why = ""
                 except Exception as error:  # of any process
                     print(error, file=sys.stderr)
@@ -168,11 +169,10 @@ def measure_distributed(
         yield rows + (left_out("distributed", _workload(name, count), "adamw", {OURS: why}) if why else [])
 
 
-def _run(name: str, size: Size, kind: str, count: int, folder: str) -> None:
+def _run(count: int, *arguments: Any) -> None:
     """Train in new processes, which end with this call."""
     multiprocessing.set_forkserver_preload(PRELOADED)
-    arguments = (name, size, kind, count, folder)
-    context = torch.multiprocessing.start_processes(_work, arguments, count, join=False, start_method="forkserver")
+    context = torch.multiprocessing.start_processes(_work, (count, *arguments), count, join=False, start_method="forkserver")
     try:
         while not context.join():
             pass
@@ -181,13 +181,13 @@ def _run(name: str, size: Size, kind: str, count: int, folder: str) -> None:
             process.kill()
 
 
-def _work(rank: int, name: str, size: Size, kind: str, count: int, folder: str) -> None:
+def _work(rank: int, count: int, name: str, size: Size, kind: str, folder: str, limit: float) -> None:
     """Train in every way; the first process writes the rows."""
     torch.set_num_threads(1)
     device = torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
     if kind == "cuda":
         torch.cuda.set_device(device)
-    faulthandler.dump_traceback_later(LIMIT, exit=True)
+    faulthandler.dump_traceback_later(limit, exit=True)
     backend = "nccl" if kind == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"file://{folder}/meeting", rank=rank, world_size=count)
     layout = LAYOUTS[name]
@@ -195,7 +195,7 @@ def _work(rank: int, name: str, size: Size, kind: str, count: int, folder: str) 
     for way in WAYS:
         if way.bound and not layout.clips:
             continue
-        faulthandler.dump_traceback_later(LIMIT, exit=True)
+        faulthandler.dump_traceback_later(limit, exit=True)
         try:
             trained = train(layout, way, size, device, mesh)
             found = _rows(name, count, way, trained, compare(trained.model, train(layout, way, size, device).model))

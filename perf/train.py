@@ -233,7 +233,7 @@ def _rows(way: Way, training: Training, done: dict[Way, Trained]) -> Iterator[Ro
         yield _row(training, str(way), "the optimizer's share of the step", "%", [100 * share])
     for step in sorted({1, *range(training.steps // 4, training.steps + 1, training.steps // 4)}):
         yield _row(training, str(way), f"loss of step {step}", "nats", [float(trained.losses[step - 1])])
-    reference = done.get(Way(FUSED, "model"))
+    reference = next((other for other_way, other in done.items() if other_way.competitor == FUSED), None)
     if reference not in (None, trained) and way.competitor.startswith(("torch ", OURS)) and way.competitor != HYBRID:
         yield _row(training, str(way), DIFFERENCE, "nats", [float((trained.losses - reference.losses).abs().max())])
 
