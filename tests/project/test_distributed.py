@@ -24,12 +24,7 @@ CPU = torch.device("cpu")
 def test_training_is_that_of_one_process(processes: int, tmp_path: Path) -> None:
     status, table = command(tmp_path, "distributed", "--rehearse", "--processes", str(processes), limit=1500)
     assert status == 0, table.to_string()
-    ways = {
-        (name, way.optimizer, str(way))
-        for name in LAYOUTS
-        for way in distributed.WAYS
-        if LAYOUTS[name].clips or not way.bound
-    }
+    pairs = [(name, way) for name in LAYOUTS for way in distributed.WAYS if LAYOUTS[name].clips or not way.bound]
     index = ["workload", "optimizer", "competitor"]
     found = table.pivot(index=index, columns="metric", values="p50")
     assert set(found.index) == {(f"{name}, {processes} processes", way.optimizer, str(way)) for name, way in pairs}
