@@ -50,14 +50,15 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Part:
-    """A command of Python's and the seconds it may take, ``GRACE`` among them."""
+    """A command of Python's and the seconds it may take, ``GRACE`` among them; by default it is its own name."""
 
     seconds: float
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
+    name: str = ""
 
     def __str__(self) -> str:
-        return " ".join(self.command)
+        return self.name or " ".join(self.command)
 
 
 @dataclass(frozen=True)
@@ -106,9 +107,7 @@ def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
         process = subprocess.Popen(
             [sys.executable, *command],
             cwd=ROOT,
-            env=os.environ
-            | {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.getenv("PYTHONPATH")])])}
-            | part.environment,
+            env=os.environ | part.environment | {"PYTHONPATH": _path(part)},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -127,3 +126,8 @@ def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
         process.wait()
     printed = log.read_bytes()[printed_before:].decode(errors="replace")
     return Outcome(part, time.monotonic() - begun, failure, printed)
+
+
+def _path(part: Part) -> str:
+    """This checkout, before whatever else the part may import from."""
+    return os.pathsep.join(filter(None, [str(ROOT), part.environment.get("PYTHONPATH", os.getenv("PYTHONPATH", ""))]))

@@ -1,11 +1,13 @@
-"""What to run on a GPU, in three calls that end within ten minutes each: ``perf/gpu tests``, ``timings`` and ``compiled``.
+"""What to run on a GPU, in calls that end within ten minutes each; ``perf/gpu --help`` lists them.
 
-``perf/gpu tests [DIRECTORY]`` writes pytest's reports to DIRECTORY (default: perf/results). ``perf/gpu timings [DIRECTORY]``
-and ``perf/gpu compiled [DIRECTORY]``, for training loops, checks that a GPU alone can make, and functions that torch.compile
-compiles, append to the tables there. All write what is printed to a file of their own, say what was out of time, and end
-with a table of all promises and whether this call's measurements keep them. They run in the environment of the Python that
-starts them, which needs torch, triton, numpy, pandas and pytest; with pytest-xdist the tests run on several processes, with
-pytest-timeout one that hangs ends after two minutes; of other packages those are measured that are installed.
+``perf/gpu first`` has what tells most, for a GPU that is there for minutes. ``tests`` writes pytest's report. The others
+append to the tables of measurements. The outcome of each part is saved in ``outcomes.csv`` as soon as it ends. A part that
+fails, or is out of time, does not keep the next one from running, and what it had measured is in the tables. All write what
+is printed to a file of their own, and end with a table of all promises and whether this call's measurements keep them.
+
+They run in the environment of the Python that starts them, which needs torch, triton, numpy, pandas and pytest; with
+pytest-xdist the tests run on several processes, with pytest-timeout one that hangs ends after two minutes. Other packages
+are measured where they are installed, or lie in ``out/wheels``: ``perf/gpu wheels`` downloads them there.
 
 ``--rehearse`` runs the same commands with tiny tensors and a few tests, on the CPU where there is no GPU.
 """
@@ -17,58 +19,86 @@ import datetime
 import importlib.util
 import os
 import platform
+import re
 import shlex
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import pandas as pd
 
-from perf.budget import GRACE, LEFT, ROOT, Part, run
+from perf import wheels
+from perf.budget import GRACE, INTERRUPTED, LEFT, ROOT, Outcome, Part, run
 
 LIMIT = 590.0
 """Seconds that a call may take."""
 
 _TORCHS = "compiled_optim[inductor] 'torch fused' 'torch foreach'"
 _PRODUCTS = "'compiled_optim[torch products]'"
+_FORMS = f"{_PRODUCTS} compiled_optim[split] compiled_optim[captured] 'compiled_optim[split8, int8]'"
 _PEERS = """'torch foreach capturable compiled' 'torch fused compiled' 'optimi foreach' 'optimi triton' heavyball
     'heavyball compile_step' bitsandbytes 'bitsandbytes 8-bit' flashoptim 'flashoptim float32 state' torchao 'torchao 8-bit'
     'torchao bfloat16, stochastic'"""
 
+FIRST = {
+    "checks --only fixed": 60.0,
+    "checks --only unfixed": 50.0,
+    "checks --only others": 50.0,
+    "loops --model small": 90.0,
+    "checks --only sanitized": 110.0,
+    "tests": 140.0,
+    "loops --model gpt2 --rounds 11": 90.0,
+}
+"""What a GPU that is there for minutes tells, most telling first; ``tests`` are those of :data:`NEW`."""
+
 TIMINGS = {
     f"step --workload gpt2-124m --rounds 51 --competitors {_TORCHS} compiled_optim[watched]": 70.0,
     "bandwidth --dtype float32 bfloat16": 55.0,
-    "host": 30.0,
+    "host": 50.0,
     "kernels": 30.0,
-    "low-memory --rounds 51": 40.0,
+    "low-memory --rounds 51": 50.0,
     f"step --workload small-148 small-1000 --rounds 51 --competitors {_TORCHS}": 60.0,
-    f"step --optimizer muon --workload gpt2-matrices --rounds 31 --competitors {_PRODUCTS} torch": 40.0,
+    f"step --optimizer muon --workload gpt2-matrices --rounds 31 --competitors {_PRODUCTS} torch": 50.0,
     f"kernels --optimizer muon --workload gpt2-matrices --competitors {_PRODUCTS}": 25.0,
-    f"step --optimizer adafactor --workload gpt-matrices --rounds 31 --competitors {_TORCHS}": 30.0,
-    f"step --optimizer sgd --workload gpt2-124m --rounds 51 --competitors {_TORCHS}": 25.0,
-    "gates --only step bandwidth schedulers": 50.0,
+    f"step --optimizer adafactor --workload gpt-matrices --rounds 31 --competitors {_TORCHS}": 35.0,
+    f"step --optimizer sgd --workload gpt2-124m --rounds 51 --competitors {_TORCHS}": 35.0,
+    "gates --only step bandwidth schedulers": 60.0,
     "gates --only first-step --tries 1": 70.0,
-    f"step --workload gpt2-124m --rounds 21 --competitors {_PEERS}": 65.0,
 }
-"""Commands of ``python -m perf`` with their seconds, those worth most first; the peers last, since torchao compiles long."""
+"""Commands of ``python -m perf`` with their seconds, those worth most first."""
+
+OTHERS = {
+    f"step --optimizer muon --workload gpt2-matrices --rounds 31 --competitors {_FORMS}": 80.0,
+    "step --optimizer muonadamw --workload gpt2-124m --rounds 31 --competitors compiled_optim[captured] "
+    "'compiled_optim[split8, int8]' 'torch Muon and fused AdamW'": 75.0,
+    f"step --optimizer normuon --workload gpt2-matrices --rounds 31 --competitors {_FORMS}": 80.0,
+    "step --optimizer lamb --workload gpt2-124m --rounds 51 --competitors compiled_optim[captured] pytorch_optimizer": 50.0,
+    "step --workload small-148 --rounds 51 --competitors compiled_optim[DTensor] 'torch fused' 'torch fused[DTensor]'": 45.0,
+    "step --optimizer muon --workload experts --rounds 11 --competitors 'compiled_optim[split8, int8]'": 50.0,
+    "step --optimizer adamwschedulefree --workload gpt2-124m --rounds 31 --competitors schedulefree heavyball": 50.0,
+    f"step --workload gpt2-124m --rounds 21 --competitors {_PEERS}": 150.0,
+}
+"""Other optimizers and forms; the other packages last, since torchao compiles long."""
 
 COMPILED = {
-    "loops --model small --seconds 60": 100.0,
-    "loops --model gpt2 --seconds 60": 100.0,
+    "loops --model small": 100.0,
+    "loops --model gpt2": 110.0,
     "checks": 90.0,
     "compiled-step --workload small-10 --rounds 101": 60.0,
-    "training-step --rounds 101 --competitors compiled_optim[inductor] 'torch fused' 'torch fused compiled'": 100.0,
-    "compiled-step --workload gpt2-124m --rounds 51 --modes default": 140.0,
+    "training-step --rounds 101 --competitors compiled_optim[inductor] 'torch fused' 'torch fused compiled'": 110.0,
+    "compiled-step --workload gpt2-124m --rounds 51 --modes default": 120.0,
 }
 """Training loops, what a GPU alone can show, and functions that the user compiles; most of the time goes into compiling."""
 
-TRAIN = {f"train --seconds {LEFT}": LIMIT}
+TRAIN = {"train": LIMIT}
 """GPT-2 from random weights in every way to take a step."""
 
-DISTRIBUTED = {f"distributed --seconds {LEFT}": LIMIT}
+DISTRIBUTED = {"distributed": LIMIT}
 """Training on two GPUs and on four, compared with one."""
 
 FILES = ["tests/capture/test_cuda.py", "tests/capture/test_capture_surroundings.py"]
@@ -84,14 +114,22 @@ REHEARSED = " or ".join(
 )
 """The tests of a rehearsal, as ``-k`` takes them."""
 
+NEW = [
+    *("large_matrices", "after_the_capture", "graph_of_others", "few_bytes", "symmetric", "stacked", "reduce_overhead"),
+    *("low_precision", "by_hand", "two_rules", "gradient_release", "sparse"),
+]
+"""Words in the names of tests that have not passed on a GPU since what they test was changed."""
+
 TAIL = 60
 """Lines that are printed of what a command printed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the calls; 1 if a command of it failed or was out of time, 2 if there is no GPU."""
-    started, begun = time.monotonic(), datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    """Run one of the calls; 1 if a part of it failed or was out of time, 2 if there is no GPU, 130 if it was interrupted."""
+    started, begun = time.monotonic(), _now()
     args = _parser().parse_args(arguments)
+    if args.call == WHEELS:
+        return wheels.download()
     import torch  # takes seconds, which count
 
     from perf.results import device_name
@@ -103,19 +141,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = (args.directory or ROOT / ("out/rehearsal" if args.rehearse else "perf/results")).resolve()
     directory.mkdir(parents=True, exist_ok=True)
     name = device_name(device)
-    parts = PLANS[args.call](directory, device.type, name, args.rehearse)
     log = directory / f"gpu-{args.call}.log"
     log.write_text(f"{name}, torch {torch.__version__}, Python {platform.python_version()}\n")
     outcomes = []
-    for outcome in run(parts, log, started):
-        outcomes.append(outcome)
-        print("\n".join(outcome.printed.splitlines()[-TAIL:]), flush=True)
+    with tempfile.TemporaryDirectory(prefix="perf-gpu-") as site:
+        path = wheels.install(Path(site))
+        parts = [
+            replace(part, seconds=args.limits * part.seconds, environment={**path, **part.environment})
+            for part in PLANS[args.call](directory, device.type, name, args.rehearse)
+        ]
+        for outcome in run(parts, log, started, GRACE * min(1.0, args.limits)):
+            outcomes.append(outcome)
+            print("\n".join(outcome.printed.splitlines()[-TAIL:]), flush=True)
+            _save_outcome(outcome, args.call, directory / "outcomes.csv", name)
     table = verdicts(directory, device.type, name, begun)
-    summary = "\n".join([*(f"{name}: {outcome}" for outcome in outcomes), "", table.to_string(index=False)])
+    lines = [f"{name}: {outcome}: {said(outcome)}" for outcome in outcomes]
+    summary = "\n".join([*lines, "", table.to_string(index=False)])
     print(summary)
     with log.open("a") as file:
         print(summary, file=file)
+    if any(outcome.failure == INTERRUPTED for outcome in outcomes):
+        return 130
     return 1 if any(outcome.failure for outcome in outcomes) else 0
+
+
+def said(outcome: Outcome) -> str:
+    """The line of what a part printed that tells most: its error, or else the last one."""
+    lines = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("appended to ")]
+    errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)] if outcome.failure else []
+    return next(iter([*errors[-1:], *lines[-1:]]), "")[:200]
+
+
+def _save_outcome(outcome: Outcome, call: str, path: Path, device: str) -> None:
+    """Append what became of a part to a table."""
+    import pandas as pd
+
+    from perf.results import append_table, stamp
+
+    line = {
+        "call": call,
+        "part": str(outcome.part),
+        "outcome": outcome.failure or "succeeded",
+        "seconds": round(outcome.seconds),
+        "limit": round(outcome.part.seconds),
+        "said": said(outcome),
+        "device": device,
+    }
+    append_table(stamp(pd.DataFrame([line])), path)
+
+
+def _now() -> str:
+    return datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
 
 
 def verdicts(directory: Path, device: str, name: str, begun: str) -> pd.DataFrame:
@@ -136,9 +213,26 @@ def verdicts(directory: Path, device: str, name: str, begun: str) -> pd.DataFram
     return pd.DataFrame(lines)
 
 
+def first(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The parts of ``perf/gpu first``."""
+    words = REHEARSED if rehearsal else " or ".join(NEW)
+    parts = []
+    for command, seconds in FIRST.items():
+        if command == "tests":
+            parts.append(replace(_pytest(directory, device, name, words), seconds=_seconds(seconds, rehearsal)))
+        else:
+            parts += _measurements({command: seconds}, directory, device, rehearsal)
+    return parts
+
+
 def timings(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
     """The measurements of ``perf/gpu timings``."""
     return _measurements(TIMINGS, directory, device, rehearsal)
+
+
+def others(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The measurements of ``perf/gpu others``."""
+    return _measurements(OTHERS, directory, device, rehearsal)
 
 
 def compiled(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
@@ -157,19 +251,30 @@ def distributed(directory: Path, device: str, name: str, rehearsal: bool) -> lis
 
 
 def _measurements(commands: Mapping[str, float], directory: Path, device: str, rehearsal: bool) -> list[Part]:
-    options = ["--device", device, "--results", str(directory), *(["--rehearse"] if rehearsal else [])]
-    times = 3 if rehearsal else 1  # a CPU compiles and runs what it must
-    return [Part(times * seconds, ["-m", "perf", *shlex.split(command), *options]) for command, seconds in commands.items()]
+    options = ["--device", device, "--results", str(directory), "--seconds", LEFT, *(["--rehearse"] if rehearsal else [])]
+    return [
+        Part(_seconds(seconds, rehearsal), ["-m", "perf", *shlex.split(command), *options], name=" ".join(command.split()))
+        for command, seconds in commands.items()
+    ]
+
+
+def _seconds(seconds: float, rehearsal: bool) -> float:
+    return (3 if rehearsal else 1) * seconds  # a CPU compiles and runs what it must
 
 
 def tests(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The runs of pytest of ``perf/gpu tests``; ``name`` is in their reports."""
+    """The run of pytest of ``perf/gpu tests``."""
+    return [_pytest(directory, device, name, REHEARSED if rehearsal else "")]
+
+
+def _pytest(directory: Path, device: str, name: str, words: str) -> Part:
+    """The tests that need a GPU, those of some ``words``; ``name`` is in their report."""
     pytest = [
         *("-m", "pytest", *FILES, "--tb=short", "-p", "no:cacheprovider", "-o", f"junit_suite_name={name}"),
         # What torch and Triton may say on a GPU and nowhere else. This package's own are RuntimeWarnings, and errors.
         *(word for kind in ("User", "Future", "Deprecation") for word in ("-W", f"default::{kind}Warning")),
         *(["-p", "pytest_timeout", "--timeout", "120"] if _is_installed("pytest_timeout") else []),
-        *(["-k", REHEARSED] if rehearsal else []),
+        *(["-k", words] if words else []),
         *(["--cuda-on-cpu"] if device == "cpu" else []),
     ]
     workers = str(min(12, max(1, (os.cpu_count() or 1) * 3 // 4)))
@@ -177,7 +282,7 @@ def tests(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part
     # No other plugin, since it may warn; and no processes for compiling beside those of the tests.
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2"}
     command = [*pytest, *several, "-m", "cuda", f"--junitxml={directory}/cuda-tests.xml"]
-    return [Part(480 + GRACE, command, environment)]
+    return Part(480 + GRACE, command, environment, "tests")
 
 
 def _is_installed(module: str) -> bool:
@@ -185,19 +290,23 @@ def _is_installed(module: str) -> bool:
 
 
 PLANS: dict[str, Callable[[Path, str, str, bool], list[Part]]] = {
+    "first": first,
+    "tests": tests,
     "timings": timings,
     "compiled": compiled,
-    "tests": tests,
+    "others": others,
     "train": train,
     "distributed": distributed,
 }
+WHEELS = "wheels"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="perf/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("call", choices=list(PLANS))
+    parser.add_argument("call", choices=[*PLANS, WHEELS])
     parser.add_argument("directory", nargs="?", type=Path, help="where the files go (default: perf/results)")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU if there is no GPU (default: out/rehearsal)")
+    parser.add_argument("--limits", type=float, default=1.0, metavar="FACTOR", help="of the seconds that each part may take")
     return parser

@@ -21,6 +21,7 @@ WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "vit-tiny": vit_tiny,
     "gpt-matrices": lambda: _gpt_matrices(256),
     "gpt2-matrices": lambda: _gpt_matrices(768),
+    "experts": lambda: [(8, 3072, 768), (8, 768, 3072)] * 4,
     "small-10": lambda: [(4096,)] * 10,
     "small-148": lambda: [(4096,)] * 148,
     "small-1000": lambda: [(4096,)] * 1000,

@@ -38,6 +38,7 @@ def measure(mode: str, device: torch.device) -> Iterator[list[Row]]:
     unprotected = mock.patch.object(graph, "own_workspaces", contextlib.nullcontext)
     with unprotected if mode == "unfixed" else contextlib.nullcontext():
         yield from kept(functools.partial(_run, mode, device, found), lambda: _rows(mode, found))
+    print(f"{mode}: {', '.join(f'{sum(values):g} {metric}' for (metric, _), values in found.items())}")
 
 
 def _rows(mode: str, found: dict[tuple[str, str], list[float]]) -> list[Row]:
