@@ -195,6 +195,8 @@ ELSEWHERE = {
     "perf/gpu tests": "test_on_gpu.py",
     "perf/gpu timings": "test_on_gpu.py",
     "perf/gpu compiled": "test_on_gpu.py",
+    "perf/gpu train": "test_train.py",
+    "perf/gpu distributed": "test_distributed.py",
 }
 """Commands that other files test."""
 
