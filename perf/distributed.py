@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import compiled_optim as co
-from perf.budget import Deadline
+from perf.budget import INTERRUPTED, Deadline
 from perf.competitors import OURS, reason
 from perf.interrupts import let_in
 from perf.layouts import EXPERTS, LAYOUTS, SIZES, Layout, Network, Size
@@ -152,7 +152,7 @@ def measure_distributed(
     """The rows of each layout on so many processes as soon as they have ended; those that did not run say why."""
     deadline = deadline or Deadline()
     for count, name in itertools.product(processes, layouts):
-        rows, why = [], LATE
+        rows, why, interrupt = [], LATE, None
         if device.type == "cuda" and torch.cuda.device_count() < count:
             why = f"needs {count} GPUs, and there are {torch.cuda.device_count()}; with --device cpu it needs none"
         elif deadline.allows_another():
@@ -164,9 +164,13 @@ def measure_distributed(
                 except Exception as error:  # of any process
                     print(error, file=sys.stderr)
                     why = reason(error)
+                except KeyboardInterrupt as error:
+                    why, interrupt = INTERRUPTED, error
                 if (found := Path(folder, "rows")).exists():
                     rows = [Row(**json.loads(line)) for line in found.read_text().splitlines()]
         yield rows + (left_out("distributed", _workload(name, count), "adamw", {OURS: why}) if why else [])
+        if interrupt is not None:
+            raise interrupt
 
 
 def _run(count: int, *arguments: Any) -> None:

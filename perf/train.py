@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import compiled_optim as co
-from perf.budget import Deadline
+from perf.budget import INTERRUPTED, Deadline
 from perf.competitors import FUSED, OURS, PEERS, competitor, reason
 from perf.compiled_steps import INLINED
 from perf.interrupts import let_in
@@ -95,7 +95,7 @@ def measure_training(
     texts = texts.to(device)
     yield [_row(training, "the made text", "least loss that there can be, about", "nats", [least])]
     for way in ways:
-        why = LATE
+        why, interrupt = LATE, None
         if deadline.allows_another():
             try:
                 with let_in(), deadline.piece(), torch._dynamo.config.patch(trace_autograd_ops=True):
@@ -103,7 +103,11 @@ def measure_training(
                     why = ""
             except Exception as error:  # packages raise what they like, compilers too
                 why = reason(error)
+            except KeyboardInterrupt as error:
+                why, interrupt = INTERRUPTED, error
         yield left_out("train", str(training.size), "adamw", {str(way): why}) if why else list(_rows(way, training, done))
+        if interrupt is not None:
+            raise interrupt
 
 
 def made_texts(training: Training, seed: int = 0) -> tuple[Tensor, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import json
 from pathlib import Path
 
 import pytest
@@ -89,6 +91,21 @@ def test_gpus_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     (row,) = next(distributed.measure_distributed(torch.device("cuda"), size="small", layouts=["FSDP2"]))
     assert row.metric == f"{NOT_RUN}needs 2 GPUs, and there are 1; with --device cpu it needs none"
     assert distributed.failed(row)
+
+
+def test_what_was_trained_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = distributed.Row("distributed", "TP, 2 processes", "adamw", OURS, "some", "abs", 1.0, 1.0, 1.0, None, 1)
+
+    def interrupted(count: int, name: str, size: object, kind: str, folder: str, limit: float) -> None:
+        Path(folder, "rows").write_text(json.dumps(dataclasses.asdict(row)) + "\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(distributed, "_run", interrupted)
+    rows: list[distributed.Row] = []
+    with pytest.raises(KeyboardInterrupt):
+        collections.deque(map(rows.extend, distributed.measure_distributed(CPU, size="small", layouts=["TP"])))
+    assert rows[0] == row
+    assert [absent.metric for absent in rows[1:]] == [f"{NOT_RUN}interrupted"]
 
 
 def test_no_layout_begins_that_would_not_fit() -> None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import os
 import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import pytest
@@ -88,6 +90,23 @@ def test_a_way_that_fails_is_named_and_the_next_begins(monkeypatch: pytest.Monke
     assert not train.failed(absent)
     assert train.failed(dataclasses.replace(absent, competitor=OURS))
     assert {row.competitor for row in trained} == {str(EAGER[1])}
+
+
+@pytest.mark.usefixtures("tiny")
+def test_what_was_trained_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = train._train
+
+    def interrupted(way: Way, *args: Any) -> train.Trained:
+        if way == EAGER[1]:
+            raise KeyboardInterrupt
+        return trained(way, *args)
+
+    monkeypatch.setattr(train, "_train", interrupted)
+    rows: list[Row] = []
+    with pytest.raises(KeyboardInterrupt):
+        collections.deque(map(rows.extend, train.measure_training("small", CPU, ways=[*EAGER, EAGER[0]])))
+    assert {row.competitor for row in rows if row.metric == "speed"} == {str(EAGER[0])}
+    assert (rows[-1].competitor, rows[-1].metric) == (str(EAGER[1]), f"{NOT_RUN}interrupted")
 
 
 @pytest.mark.usefixtures("tiny")
