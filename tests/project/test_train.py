@@ -14,6 +14,7 @@ from typing import Any
 import pandas as pd
 import pytest
 import torch
+from simulated_graph import install
 
 from perf import on_gpu, train
 from perf.__main__ import _parser
@@ -79,6 +80,18 @@ def test_losses_are_torchs_and_other_hyperparameters_are_noticed(monkeypatch: py
 
     monkeypatch.setattr(train, "_optimizer", other)
     assert [row.metric for row in rows_of()[-1] if train.failed(row)] == [train.DIFFERENCE]
+
+
+@pytest.mark.full
+@pytest.mark.usefixtures("tiny")
+def test_captured_steps_train_as_called_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one whose optimizer has nothing to update."""
+    install(monkeypatch)
+    for name in (train.NONE, OURS, train.HYBRID):
+        ways = [Way(name), Way(name, runner=True)]
+        texts, _ = train.made_texts(train.MODELS["small"])
+        called, captured = (train._train(way, train.MODELS["small"], texts).losses for way in ways)
+        torch.testing.assert_close(captured, called, rtol=0, atol=1e-3)
 
 
 @pytest.mark.usefixtures("tiny")
