@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
-FAILED = (checks.failed, workspaces.failed, train.failed, distributed.failed)
+FAILED = (checks.failed, workspaces.failed, train.failed, distributed.failed, results.says_failure)
 """Whether a row tells of a failure, which is the command's."""
 
 Measured: TypeAlias = Iterable[list[Row]]
@@ -152,6 +152,8 @@ def _train(args: argparse.Namespace) -> Measured:
 
 
 def _distributed(args: argparse.Namespace) -> Measured:
+    if args.rehearse:
+        args.device = torch.device("cpu")  # of which there are enough
     options = {"processes": args.processes, "layouts": args.layouts, "deadline": args.deadline}
     return distributed.measure_distributed(args.device, size="small" if args.rehearse else args.model, **options)
 

@@ -164,7 +164,9 @@ def _rows(workload: str, name: str, values: Sequence[float], full: Sequence[floa
     metrics = {"final loss": percentiles(values)}
     above = [low - exact for low, exact in zip(values, full, strict=False)]  # they may be fewer, if interrupted
     if name != FLOAT32:
-        metrics |= {"above float32": percentiles(above), "above float32, at most (95 %)": (bound(above),) * 3}
+        metrics["above float32"] = percentiles(above)
+        if len(above) > 1:
+            metrics["above float32, at most (95 %)"] = (bound(above),) * 3
     return [
         Row("convergence", workload, "adamw", name, metric, "nats", *found, None, len(values))
         for metric, found in metrics.items()

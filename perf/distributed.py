@@ -31,7 +31,7 @@ from perf.budget import INTERRUPTED, Deadline
 from perf.competitors import OURS, reason
 from perf.interrupts import let_in
 from perf.layouts import EXPERTS, LAYOUTS, SIZES, Layout, Network, Size
-from perf.results import NOT_RUN, Row, left_out, percentiles
+from perf.results import OUT_OF_TIME, Row, left_out, percentiles
 from perf.turns import synchronize
 
 LIMIT = 120
@@ -40,7 +40,7 @@ LIMIT = 120
 PRELOADED = ["perf.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
 """Imported once for all processes; not by this module, since without them steps need not look for DTensors."""
 
-DIFFERENCE, LATE = "largest difference to one process", "out of time"
+DIFFERENCE = "largest difference to one process"
 TOLERANCE = 1e-9
 """How far a parameter may be off."""
 
@@ -152,7 +152,7 @@ def measure_distributed(
     """The rows of each layout on so many processes as soon as they have ended; those that did not run say why."""
     deadline = deadline or Deadline()
     for count, name in itertools.product(processes, layouts):
-        rows, why, interrupt = [], LATE, None
+        rows, why, interrupt = [], OUT_OF_TIME, None
         if device.type == "cuda" and torch.cuda.device_count() < count:
             why = f"needs {count} GPUs, and there are {torch.cuda.device_count()}; with --device cpu it needs none"
         elif deadline.allows_another():
@@ -240,9 +240,5 @@ def _workload(name: str, count: int) -> str:
 
 
 def failed(row: Row) -> bool:
-    """Whether training differs from that on one process, or did not run, other than for lack of time."""
-    if row.benchmark != "distributed":
-        return False
-    if row.n:
-        return row.metric == DIFFERENCE and not row.p50 <= TOLERANCE
-    return row.competitor.startswith(OURS) and row.metric != f"{NOT_RUN}{LATE}"
+    """Whether training differs from that on one process."""
+    return row.benchmark == "distributed" and row.metric == DIFFERENCE and not row.p50 <= TOLERANCE

@@ -246,8 +246,8 @@ def train(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part
 
 
 def distributed(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The trainings of ``perf/gpu distributed``; those of a rehearsal need no GPU."""
-    return _measurements(DISTRIBUTED, directory, "cpu" if rehearsal else device, rehearsal)
+    """The trainings of ``perf/gpu distributed``."""
+    return _measurements(DISTRIBUTED, directory, device, rehearsal)
 
 
 def _measurements(commands: Mapping[str, float], directory: Path, device: str, rehearsal: bool) -> list[Part]:

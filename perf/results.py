@@ -13,11 +13,13 @@ from pathlib import Path
 import pandas as pd
 import torch
 
-from perf.competitors import PEERS
+from perf.competitors import OURS, PEERS
 
 RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "did not run: "
 """Begins the metric of a row without numbers."""
+OUT_OF_TIME = "out of time"
+"""Why something did not run that did not fail."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ def left_out(benchmark: str, workload: str, optimizer: str, reasons: Mapping[str
         Row(benchmark, workload, optimizer, name, f"{NOT_RUN}{why}", "", none, none, none, None, 0)
         for name, why in reasons.items()
     ]
+
+
+def says_failure(row: Row) -> bool:
+    """Whether something of this package's did not run that should have."""
+    return row.competitor.startswith(OURS) and row.metric.startswith(NOT_RUN) and not row.metric.endswith(OUT_OF_TIME)
 
 
 def frame(rows: Sequence[Row], device: torch.device) -> pd.DataFrame:

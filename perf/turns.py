@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
@@ -17,7 +18,7 @@ import torch
 from perf.budget import Deadline
 from perf.competitors import OURS, reason
 from perf.interrupts import let_in
-from perf.results import Row, left_out, percentiles
+from perf.results import OUT_OF_TIME, Row, left_out, percentiles
 
 Samples: TypeAlias = dict[str, list[float]]
 """Seconds by the name of a way; entry ``i`` of each list is from the same round."""
@@ -85,8 +86,8 @@ def measured(
 ) -> Iterator[list[Row]]:
     """Rows of each way as soon as it was made and timed alone, then those of all in turn.
 
-    A way that fails has a row that says why, and the next one begins; if it is this package's, its error is raised at the
-    end. A way begins only if it would fit into the time that is left by the ``deadline``, were it as long as the longest.
+    A way that fails has a row that says why, and the next one begins. A way begins only if it would end before the
+    ``deadline``, were it as long as the longest.
 
     Args:
         table: what times become.
@@ -100,7 +101,6 @@ def measured(
     """
     deadline, reasons = deadline or Deadline(), {} if reasons is None else reasons
     calls: dict[str, Call] = {}
-    failure: Exception | None = None
     names = [name for name in ways if name not in reasons]
 
     def absent(why: Mapping[str, str]) -> list[Row]:
@@ -109,7 +109,7 @@ def measured(
 
     for place, name in enumerate(names):
         if not deadline.allows_another():
-            yield absent({name: "out of time"})
+            yield absent({name: OUT_OF_TIME})
             continue
         samples: Samples = {name: []}
         found: list[Row] = []
@@ -119,14 +119,16 @@ def measured(
                 found += made.found
                 _take(samples, {name: made}, device, -(-rounds // ALONE), warmup, clock, Deadline())
         except Exception as error:  # packages raise what they like, compilers too
+            traceback.print_exc()
             yield found + table.alone(name, samples[name]) + absent({name: reason(error)})
-            failure = failure or (error if name == table.own or name.startswith(OURS) else None)
             continue
         except BaseException:
             yield found + table.alone(name, samples[name]) + absent(dict.fromkeys(names[place:], "interrupted"))
             raise
         calls[name] = made
         yield found + table.alone(name, samples[name])
+    if not calls:
+        return
     samples = {name: [] for name in calls}
     try:
         with let_in():
@@ -135,8 +137,6 @@ def measured(
         yield _whole_rounds(table, samples)
         raise
     yield _whole_rounds(table, samples)
-    if failure is not None:
-        raise failure
 
 
 def kept(take: Callable[[], object], rows: Callable[[], list[Row]]) -> Iterator[list[Row]]:

@@ -15,7 +15,7 @@ from test_train import command
 from perf import distributed
 from perf.competitors import OURS
 from perf.layouts import EXPERTS, LAYOUTS, SIZES
-from perf.results import NOT_RUN
+from perf.results import NOT_RUN, says_failure
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
 CPU = torch.device("cpu")
@@ -51,7 +51,7 @@ def test_a_process_that_hangs_ends_at_its_limit(capfd: pytest.CaptureFixture[str
     options = {"size": "small", "processes": [2], "layouts": layouts}
     rows = [*distributed.measure_distributed(CPU, **options, limit=1e-3)]
     assert [row.workload for (row,) in rows] == [f"{layout}, 2 processes" for layout in layouts]
-    assert all(row.metric.startswith(f"{NOT_RUN}ProcessExitedException") and distributed.failed(row) for (row,) in rows)
+    assert all(row.metric.startswith(f"{NOT_RUN}ProcessExitedException") and says_failure(row) for (row,) in rows)
     assert "Timeout" in capfd.readouterr().err
 
 
@@ -90,7 +90,7 @@ def test_gpus_that_are_missing_are_told(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     (row,) = next(distributed.measure_distributed(torch.device("cuda"), size="small", layouts=["FSDP2"]))
     assert row.metric == f"{NOT_RUN}needs 2 GPUs, and there are 1; with --device cpu it needs none"
-    assert distributed.failed(row)
+    assert says_failure(row)
 
 
 def test_what_was_trained_before_an_interrupt_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_what_was_trained_before_an_interrupt_is_kept(monkeypatch: pytest.Monkey
 def test_no_layout_begins_that_would_not_fit() -> None:
     rows = [*distributed.measure_distributed(CPU, size="small", deadline=distributed.Deadline(0.0))]
     assert [row.metric for (row,) in rows] == [f"{NOT_RUN}out of time"] * 2 * len(LAYOUTS)
-    assert not any(distributed.failed(row) for (row,) in rows)
+    assert not any(says_failure(row) for (row,) in rows)
 
 
 def test_a_difference_is_a_failure() -> None:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,14 +20,15 @@ from xml.etree import ElementTree
 
 import pandas as pd
 import pytest
+import simulated_graph
 import torch
 
-from perf import budget, checks, on_gpu
-from perf.__main__ import _parser
-from perf.budget import GRACE, Outcome, Part, run
-from perf.competitors import FUSED, OURS
+from perf import budget, checks, on_gpu, wheels, workspaces
+from perf.__main__ import _parser, main
+from perf.budget import GRACE, LEFT, ROOT, Deadline, Outcome, Part, run
+from perf.competitors import FUSED, OURS, PEERS
 from perf.loops import WAYS, Way, measure_loops
-from perf.measure import step_rows
+from perf.measure import step_table
 from perf.results import append, device_name
 
 TESTS = Path(__file__).resolve().parents[1]
@@ -85,10 +87,151 @@ def test_the_tests_have_eight_minutes(tmp_path: Path, monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("rehearsal", [False, True])
 def test_every_measurement_is_a_command(rehearsal: bool, tmp_path: Path) -> None:
-    parts = [on_gpu.PLANS[call](tmp_path, "cuda", "a GPU", rehearsal) for call in ("timings", "compiled")]
-    for part in itertools.chain(*parts):
-        args = _parser().parse_args(part.command[2:])
-        assert (args.device.type, args.results, args.rehearse) == ("cuda", tmp_path, rehearsal)
+    plans = [plan(tmp_path, "cuda", "a GPU", rehearsal) for plan in on_gpu.PLANS.values()]
+    parts = [part for part in itertools.chain(*plans) if part.command[:2] == ["-m", "perf"]]
+    assert len(parts) > 30
+    for part in parts:
+        args = _parser().parse_args(["12" if word == LEFT else word for word in part.command[2:]])
+        assert (args.device.type, args.results, args.rehearse, args.seconds) == ("cuda", tmp_path, rehearsal, 12)
+
+
+def test_what_is_first_tells_most_first(tmp_path: Path) -> None:
+    names = [str(part) for part in on_gpu.first(tmp_path, "cuda", "a GPU", False)]
+    assert names[:4] == [*(f"checks --only {mode}" for mode in workspaces.MODES), "loops --model small"]
+    assert {"checks --only sanitized", "tests", "loops --model gpt2 --rounds 11"} == {*names[4:]}
+
+
+def test_every_word_of_new_tests_is_in_a_name() -> None:
+    names = " ".join(re.findall(r"(?:def test_|class Test|id=)\S+", "".join((ROOT / f).read_text() for f in on_gpu.FILES)))
+    assert [word for word in on_gpu.NEW if word not in names.lower()] == []
+
+
+CRASHES = {
+    "no part": "raise SystemExit(3)",
+    "illegal": "print('torch.AcceleratorError: CUDA error: an illegal access\\nCompile with'); raise SystemExit(1)",
+    "killed": "import os; print('so far', flush=True); os.abort()",
+    "fine": "print('all is well')",
+}
+
+
+@pytest.mark.usefixtures("rehearsing")
+def test_a_part_that_dies_does_not_keep_the_next_from_running_and_each_outcome_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table = tmp_path / "outcomes.csv"
+    counts: list[int] = []
+
+    def parts(*args: Any) -> list[Part]:
+        return [Part(60.0, ["-c", code], name=name) for name, code in CRASHES.items()]
+
+    def looking(*args: Any) -> Iterator[Outcome]:
+        for outcome in run(*args):
+            counts.append(len(pd.read_csv(table)) if table.exists() else 0)
+            yield outcome
+
+    monkeypatch.setattr(on_gpu, "run", looking)
+    monkeypatch.setitem(on_gpu.PLANS, "first", parts)
+    assert on_gpu.main(["first", str(tmp_path), "--rehearse"]) == 1
+    assert counts == [0, 1, 2, 3]
+    found = pd.read_csv(table).fillna("")
+    assert list(found["part"]) == [*CRASHES]
+    assert list(found["outcome"]) == ["exit status 3", "exit status 1", f"exit status {-signal.SIGABRT}", "succeeded"]
+    said = ["", "torch.AcceleratorError: CUDA error: an illegal access", "so far", "all is well"]
+    assert list(found["said"]) == said
+    log = (tmp_path / "gpu-first.log").read_text()
+    for name, line in zip(CRASHES, said, strict=True):
+        assert re.search(rf"{re.escape(name)}: {re.escape(line)}$", log, re.MULTILINE)
+
+
+def test_an_interrupt_is_handed_on_and_ends_the_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Process(subprocess.Popen[bytes]):
+        """A process whose caller is interrupted while he waits."""
+
+        waits = 0
+
+        def wait(self, timeout: float | None = None) -> int:
+            Process.waits += 1
+            if Process.waits == 1:
+                _wait_for((tmp_path / "begun").exists)
+                raise KeyboardInterrupt
+            return super().wait(600)
+
+    monkeypatch.setattr(subprocess, "Popen", Process)
+    log = tmp_path / "log"
+    log.touch()
+    parts = [Part(30.0, ["-c", LATE, str(tmp_path / "begun"), "polite"]), Part(30.0, ["-c", "print('not begun')"])]
+    (outcome,) = run(parts, log, time.monotonic())
+    assert (outcome.failure, outcome.printed) == (budget.INTERRUPTED, "interrupted\n")
+    assert "not begun" not in log.read_text()
+
+
+def test_a_part_is_told_how_many_seconds_it_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "time", SimpleNamespace(monotonic=lambda: 100.0))
+    log = tmp_path / "log"
+    log.touch()
+    (outcome,) = run([Part(50.0, ["-c", "import sys; print(sys.argv[1])", LEFT])], log, 90.0, grace=5.0)
+    assert outcome.printed == "35\n"
+    assert str(outcome.part) in log.read_text().replace("35", LEFT)
+
+
+def _wheel(folder: Path, name: str) -> None:
+    """A package of one module."""
+    info = f"{name}-1.0.dist-info"
+    files = {
+        f"{name}.py": "number = 7",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: a test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+        f"{info}/RECORD": "",
+    }
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as archive:
+        for path, text in files.items():
+            archive.writestr(path, text)
+
+
+def test_wheels_that_came_along_are_found_by_the_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, site, log = tmp_path / "wheels", tmp_path / "site", tmp_path / "log"
+    folder.mkdir()
+    log.touch()
+    monkeypatch.setattr(wheels, "FOLDER", folder)
+    assert wheels.install(site) == {}
+    _wheel(folder, "came_along")
+    environment = wheels.install(site)
+    command = ["-c", "import came_along, perf; print(came_along.number, perf.__path__[0])"]
+    (outcome,) = run([Part(60.0, command, environment)], log, time.monotonic())
+    assert outcome.printed == f"7 {ROOT / 'perf'}\n"
+    (folder / "broken-1.0-py3-none-any.whl").write_text("no archive")
+    assert wheels.install(tmp_path / "other") == {}
+
+
+def test_wheels_are_those_that_the_tests_have() -> None:
+    pinned = wheels._pinned()
+    assert len(pinned) == len(wheels.PACKAGES)
+    assert [p for p in pinned if "==" not in p] == ["opt-einsum"]
+    modules = {"torch-optimi": "optimi", "opt-einsum": ""}
+    others = {peer.module.partition(".")[0] for peer in PEERS.values()}
+    assert {modules.get(name, name) for name in wheels.PACKAGES} - {""} <= others
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty:UserWarning")
+@pytest.mark.parametrize("mode", workspaces.MODES)
+def test_a_runners_graph_is_compared_with_a_twin(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With simulated graphs; the second time the twin's losses differ from some step on."""
+    simulated_graph.install(monkeypatch)
+    command = ["checks", "--only", mode, "--rehearse", "--results", str(tmp_path)]
+    assert main(command) == 0
+    assert f"{mode}: 0 steps that differ, 0 " in capsys.readouterr().out
+    steps, step = itertools.count(1), workspaces._step
+
+    def drifting(*args: Any) -> torch.Tensor:
+        return step(*args) + (next(steps) > 8)
+
+    monkeypatch.setattr(workspaces, "_step", drifting)
+    assert main(command) == (mode == "fixed")
+    table = pd.read_csv(tmp_path / "workspaces.csv")
+    differing = table.loc[table["metric"] == "steps that differ", "p50"].to_list()
+    assert differing[0] == 0 < differing[1]
 
 
 def test_every_file_with_such_tests_is_run() -> None:
@@ -200,15 +343,16 @@ REHEARSALS = {
 @pytest.mark.usefixtures("rehearsing")
 def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all that does not compile for minutes; ``perf/gpu --rehearse`` tries everything."""
-    commands = on_gpu.TIMINGS if call == "timings" else on_gpu.COMPILED
+    commands = getattr(on_gpu, call.upper())
     slow = ("first-step", "torchao", "compiled-step", "training-step", "loops --model gpt2", "inductor", "muon")
     chosen = {command: seconds for command, seconds in commands.items() if not any(word in command for word in slow)}
     assert len(chosen) == (5 if call == "timings" else 2)
-    monkeypatch.setattr(on_gpu, "TIMINGS" if call == "timings" else "COMPILED", chosen)
+    monkeypatch.setattr(on_gpu, call.upper(), chosen)
     assert on_gpu.main([call, str(tmp_path), "--rehearse"]) == 0
     tables = {path.name: pd.read_csv(path) for path in tmp_path.glob("*.csv")}
-    assert tables.keys() == REHEARSALS[call]
     assert all(set(table["device"]) == {NAME} for table in tables.values())
+    assert len(tables.pop("outcomes.csv")) == len(chosen)
+    assert tables.keys() == REHEARSALS[call]
     log = (tmp_path / f"gpu-{call}.log").read_text()
     assert log.startswith(f"{NAME}, torch {torch.__version__}")
     assert log.count("succeeded") == len(chosen)
@@ -221,7 +365,7 @@ def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: p
     else:
         loops, found = tables["loops.csv"], tables["checks.csv"]
         ways = [*map(str, WAYS)]
-        assert list(loops.loc[loops["unit"] == "ms", "competitor"]) == ways
+        assert list(loops.loc[loops["metric"] == "training step", "competitor"]) == ways
         losses = loops.loc[loops["unit"] == "nats", "p50"]
         assert (losses - losses.iloc[0]).abs().max() < 0.05
         assert "20 steps" in {*found["workload"]}
@@ -229,7 +373,7 @@ def test_a_rehearsal_writes_its_tables(call: str, tmp_path: Path, monkeypatch: p
 
 
 def test_verdicts_are_of_this_call(tmp_path: Path) -> None:
-    rows = step_rows("small-148", "adamw", "fresh", {OURS: [2.0], FUSED: [1.0]})
+    rows = step_table("small-148", "adamw", "fresh").together({OURS: [2.0], FUSED: [1.0]})
     append(rows, torch.device("cpu"), tmp_path)
     for begun, measured, verdict in (("2020", "2", "MISSED"), ("2999", "", "not measured")):
         table = on_gpu.verdicts(tmp_path, "cpu", NAME, begun).set_index("promise")
@@ -239,26 +383,28 @@ def test_verdicts_are_of_this_call(tmp_path: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*runs AdamW uncaptured:RuntimeWarning")  # of a CPU
 def test_a_check_that_finds_a_difference_fails() -> None:
-    rows = checks.long_run(torch.device("cpu"), 3)
+    (rows,) = checks.long_run(torch.device("cpu"), 3)
     assert [row.p50 for row in rows] == [0.0]
     assert not any(map(checks.failed, rows))
     assert checks.failed(dataclasses.replace(rows[0], p50=1e-9))
-    (absent,) = checks.sanitized(torch.device("cpu"), "no-such-tool")
+    ((ran,),) = checks.sanitized(torch.device("cpu"), "false")
+    assert checks.failed(ran)
+
+
+@pytest.mark.full
+def test_without_the_tool_the_steps_that_it_would_watch_are_taken() -> None:
+    (absent,), (ran,) = checks.sanitized(torch.device("cpu"), "no-such-tool")
     assert absent.metric == "did not run: no-such-tool is not installed"
     assert not checks.failed(absent)
-    (ran,) = checks.sanitized(torch.device("cpu"), "false")
-    assert checks.failed(ran)
+    assert (ran.metric, ran.p50, checks.failed(ran)) == ("exit status", 0, False)
 
 
 def test_loops_out_of_time_are_named() -> None:
     torch._dynamo.reset()
     ways = [Way(OURS), Way(FUSED)]
-    rows = measure_loops("tiny", torch.device("cpu"), rounds=2, seconds=0.0, ways=ways)
-    assert [(row.competitor, row.metric) for row in rows] == [
-        (f"{OURS}, eager", "loss of step 6"),
-        (f"{OURS}, eager", "training step"),
-        (f"{FUSED}, eager", "did not run: out of time"),
-    ]
+    found = measure_loops("tiny", torch.device("cpu"), rounds=2, deadline=Deadline(0.0), ways=ways)
+    rows = [row for batch in found for row in batch]
+    assert [(row.competitor, row.metric) for row in rows] == [(str(way), "did not run: out of time") for way in ways]
 
 
 @pytest.mark.full

@@ -9,14 +9,15 @@ from collections import Counter
 import pandas as pd
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 pytest.importorskip("matplotlib")
 
-from perf import competitors, convergence, gates, host_time, low_memory, measure, report, results, schedulers
+from perf import competitors, convergence, gates, host_time, low_memory, measure, report, results, schedulers, turns
 from perf.__main__ import main
-from perf.competitors import FUSED, OURS, PEERS, TORCH_PRODUCTS, Competitor, competitor, entered, optimizers
+from perf.competitors import FUSED, OURS, PEERS, SPLIT, TORCH_PRODUCTS, Competitor, competitor, entered, optimizers
 from perf.compiled_steps import INLINED, NAMES
-from perf.measure import measure_bandwidth, step_rows
+from perf.measure import measure_bandwidth, step_table
 from perf.results import NOT_RUN
 from perf.workloads import TINY, WORKLOADS, elements, shapes
 
@@ -28,7 +29,7 @@ CPU = torch.device("cpu")
 def clock(monkeypatch):
     """Let each call that is timed take a second more than the one before it."""
     seconds = itertools.count(1.0)
-    monkeypatch.setattr(measure, "_timed", lambda call, device, clock=None: [call(), next(seconds)][1])
+    monkeypatch.setattr(turns, "timed", lambda call, device, clock=None: [call(), next(seconds)][1])
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,7 @@ def clock(monkeypatch):
         ("tiny-matrices", 10, 160),
         ("30-million", 30, 30_000_000),
         ("half-billion", 500, 500_000_000),
+        ("experts", 8, 4 * 2 * 8 * 3072 * 768),
         ("scalars-20000", 20_000, 20_000),
     ],
 )
@@ -55,7 +57,7 @@ def test_workloads_have_the_known_sizes(name, tensors, count):
 
 def test_every_workload_has_a_known_size():
     sizes = next(m for m in test_workloads_have_the_known_sizes.pytestmark if m.name == "parametrize").args[1]
-    assert [name for name, *_ in sizes] == list(WORKLOADS)
+    assert sorted(name for name, *_ in sizes) == sorted(WORKLOADS)
 
 
 def test_optimizers_come_in_pairs_of_one_name():
@@ -69,8 +71,9 @@ def test_optimizers_come_in_pairs_of_one_name():
             assert theirs.__module__.startswith("torch.optim")
 
 
+PAIR = "torch Muon and fused AdamW"
 # On a CPU. Those without AdamW are entered for no step of it.
-WITHOUT_ADAMW = {TORCH_PRODUCTS, "pytorch_optimizer", "pytorch_optimizer compiled", "schedulefree"}
+WITHOUT_ADAMW = {TORCH_PRODUCTS, SPLIT, PAIR, "pytorch_optimizer", "pytorch_optimizer compiled", "schedulefree"}
 NEED_A_GPU = {"torch foreach capturable", "optimi triton", "flashoptim", "flashoptim float32 state"}
 OTHERS = {
     "pytorch_optimizer": "lion",
@@ -79,6 +82,8 @@ OTHERS = {
     "heavyball": "adamwschedulefree",
     "torch": "muon",
     TORCH_PRODUCTS: "normuon",
+    SPLIT: "muon",
+    PAIR: "muonadamw",
     "optimi": "lion",
     "bitsandbytes": "lamb",
 }
@@ -105,7 +110,8 @@ def test_every_peer_takes_finite_steps_or_says_why_not(name: str, optimizer: str
         assert all(bool(param.isfinite().all()) for param in params)
         assert all(a.equal(b) for a, b in zip(grads, before, strict=True))
         entrant.take(grads, "same")
-        shared = {p.grad.data_ptr() for p in params} & {g.data_ptr() for g in grads}
+        taken = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in entrant.params]
+        shared = {grad.data_ptr() for grad in taken} & {g.data_ptr() for g in grads}
         assert bool(shared) != PEERS[name].spoils_gradients
 
 
@@ -148,14 +154,19 @@ def test_a_step_that_does_no_work_is_not_timed(update, why):
             for param in self.param_groups[0]["params"]:
                 update(param)
 
+    ways = measure.step_ways([(4,)], [competitor("adamw", OURS), Competitor("bad", Bad)], CPU, "fresh")
     reasons = {}
-    both = [competitor("adamw", OURS), Competitor("bad", Bad)]
-    options = {"rounds": 2, "warmup": 0, "gradients": "fresh"}
-    samples = measure.step_times([(4,)], both, CPU, **options, reasons=reasons)
-    assert list(samples) == [OURS]
+    found = turns.measured(turns.Table("step", TINY, "step"), ways, CPU, rounds=2, warmup=0, reasons=reasons)
+    rows = [row for batch in found for row in batch]
     assert why in reasons["bad"]
-    with pytest.raises((RuntimeError, TypeError)):
-        measure.step_times([(4,)], both, CPU, **options)
+    assert {row.competitor for row in rows if row.n} == {OURS}
+
+
+@pytest.mark.parametrize(("name", "why", "code"), [(OURS, "no", 1), (OURS, results.OUT_OF_TIME, 0), (FUSED, "no", 0)])
+def test_a_command_fails_if_something_of_this_package_did(name, why, code, tmp_path, monkeypatch):
+    rows = results.left_out("step", TINY, "adamw", {name: why})
+    monkeypatch.setattr("perf.__main__.measure_step", lambda *args, **options: iter([rows]))
+    assert main(["step", "--rehearse", "--results", str(tmp_path)]) == code
 
 
 def test_copies_of_functions_have_their_own_code():
@@ -188,7 +199,11 @@ def test_step_appends_well_formed_rows(clock, tmp_path, capsys):
     assert FUSED in capsys.readouterr().out
     table = pd.read_csv(tmp_path / "step.csv")
     assert list(table.columns) == results.COLUMNS
-    assert len(table) == 2 * 6  # for fresh and same gradients: two step times and a paired ratio
+    assert len(table) == 2 * 10  # for fresh and same gradients: two steps alone, two in turn, and a paired ratio
+    alone = table["metric"].str.endswith(", alone")
+    assert (table.loc[alone, "n"] == 1).all()
+    assert alone.sum() == 2 * 4
+    table = table[~alone]
     assert set(table["competitor"]) == {OURS, FUSED}
     assert (table["n"] == 4).all()
     assert (table["p20"] <= table["p50"]).all()
@@ -233,6 +248,9 @@ def test_steps_that_users_compile_are_timed_beside_torchs(command, file, names, 
     assert list(reasons["metric"]) == ["did not run: schedulefree has no adamw"] * (file == "training_step")
     table = table[table["n"] > 0]
     entered = [*names, FUSED] if file == "training_step" else names
+    alone = table["metric"].str.endswith(", alone")
+    assert sorted(table.loc[alone, "competitor"]) == sorted(entered)
+    table = table[~alone]
     assert sorted(table["competitor"]) == sorted([*entered, *entered[1:]])
     assert list(table["unit"]) == ["ms"] * len(entered) + ["ratio"] * len(entered[1:])
     assert (table["p50"] > 0).all()
@@ -244,11 +262,11 @@ def test_steps_that_users_compile_are_timed_beside_torchs(command, file, names, 
 def test_calls_in_turn_are_timed_together():
     called = []
     calls = {name: functools.partial(called.append, name) for name in "abc"}
-    samples = measure.in_turn(calls, CPU, rounds=4, warmup=1)
+    samples = turns.in_turn(calls, CPU, rounds=4, warmup=1)
     assert {name: len(seconds) for name, seconds in samples.items()} == dict.fromkeys("abc", 4)
-    turns = ["".join(called[i : i + 3]) for i in range(0, len(called), 3)]
-    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
-    assert len({*turns}) > 2
+    rounds = ["".join(called[i : i + 3]) for i in range(0, len(called), 3)]
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in rounds)
+    assert len({*rounds}) > 2
 
 
 def test_a_recorded_inlined_step_is_as_promised():
@@ -284,13 +302,13 @@ def test_every_measurement_names_its_hardware_and_revision():
 
 def test_append_refuses_a_table_with_other_columns(tmp_path):
     (tmp_path / "step.csv").write_text("benchmark,seconds\n")
-    rows = step_rows("tiny-10", "adamw", "fresh", {OURS: [1.0], FUSED: [2.0]})
+    rows = step_table("tiny-10", "adamw", "fresh").together({OURS: [1.0], FUSED: [2.0]})
     with pytest.raises(ValueError, match="columns"):
         results.append(rows, CPU, tmp_path)
 
 
 def test_ratios_are_ours_over_theirs():
-    rows = step_rows("tiny-10", "adamw", "fresh", {OURS: [1.0, 1.0, 4.0], FUSED: [2.0, 2.0, 2.0]})
+    rows = step_table("tiny-10", "adamw", "fresh").together({OURS: [1.0, 1.0, 4.0], FUSED: [2.0, 2.0, 2.0]})
     by_name = {(r.competitor, r.metric.split(",")[0]): r for r in rows}
     assert by_name[FUSED, "step"].ratio == 0.5
     assert by_name[OURS, "step"].p50 == 1000
@@ -300,8 +318,8 @@ def test_ratios_are_ours_over_theirs():
 @pytest.mark.parametrize(("dtype", "size"), [(torch.float32, 4), (torch.bfloat16, 2)], ids=str)
 def test_bandwidth_counts_each_number_once_and_clipped_gradients_twice(monkeypatch, dtype, size):
     """With a clock in which all that is timed takes a second."""
-    monkeypatch.setattr(measure, "_timed", lambda call, device: [call(), 1.0][1])
-    rows = measure_bandwidth("small-10", "adamw", CPU, dtype=dtype, rounds=3)
+    monkeypatch.setattr(turns, "timed", lambda call, device: [call(), 1.0][1])
+    (rows,) = measure_bandwidth("small-10", "adamw", CPU, dtype=dtype, rounds=3)
     numbers = elements("small-10")
     name = str(dtype).removeprefix("torch.")
     assert {(r.metric, r.unit, r.n): r.p50 for r in rows} == pytest.approx(
@@ -353,7 +371,7 @@ def test_the_report_is_one_page_that_names_hardware_and_revisions(page):
 def test_the_report_says_what_did_not_hold_and_what_did_not_run(revision, tmp_path, monkeypatch):
     monkeypatch.setattr(report, "check", lambda names: None)
     monkeypatch.setattr(results, "_commit", lambda: revision)
-    rows = step_rows("gpt2-124m", "adamw", "fresh", {OURS: [3.0], FUSED: [2.0], "torchao": [4.0]})
+    rows = step_table("gpt2-124m", "adamw", "fresh").together({OURS: [3.0], FUSED: [2.0], "torchao": [4.0]})
     rows += results.left_out("step", "gpt2-124m", "adamw", {"optimi": "optimi is not <installed>"})
     results.append(rows, CPU, tmp_path)
     path = tmp_path / "report.html"
@@ -452,9 +470,10 @@ def test_a_promise_that_is_not_a_number_is_missed():
 def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
     assert main(["low-memory", "--rehearse", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "low_memory.csv")
-    assert set(table["metric"]) == {"step", "share of torch's step on float32", "memory"}
+    assert set(table["metric"]) == {"step", "share of torch's step on float32", "memory", "step, alone"}
     assert set(table["competitor"]) == {FUSED, *(f"{OURS}[{name}]" for name in low_memory.WAYS)}
-    assert (table.loc[table["competitor"] == FUSED, "p50"].to_numpy()[1:] == [1, 16.25]).all()  # 0.25 of it for step counts
+    torchs = table[table["competitor"] == FUSED].set_index("metric")["p50"]
+    assert (torchs["share of torch's step on float32"], torchs["memory"]) == (1, 16.25)  # 0.25 of it for step counts
 
 
 @pytest.mark.full

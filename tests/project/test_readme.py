@@ -195,6 +195,9 @@ ELSEWHERE = {
     "perf/gpu tests": "test_on_gpu.py",
     "perf/gpu timings": "test_on_gpu.py",
     "perf/gpu compiled": "test_on_gpu.py",
+    "perf/gpu first": "test_on_gpu.py",
+    "perf/gpu others": "test_on_gpu.py",
+    "perf/gpu wheels": "test_on_gpu.py",
     "perf/gpu train": "test_train.py",
     "perf/gpu distributed": "test_distributed.py",
 }
