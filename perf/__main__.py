@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 import torch
 
-from perf import checks, first_step, gates, loops, results, workspaces
+from perf import checks, distributed, first_step, gates, loops, results, train, workspaces
 from perf.budget import Deadline
 from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
@@ -52,6 +52,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+FAILED = (checks.failed, workspaces.failed, train.failed, distributed.failed, results.says_failure)
+"""Whether a row tells of a failure, which is the command's."""
+
 Measured: TypeAlias = Iterable[list[Row]]
 """Rows as soon as there are some."""
 
@@ -74,9 +77,7 @@ def _saved(measure: Callable[[argparse.Namespace], Measured], title: str, *, alo
                 if rows:
                     results.show(rows, f"{title} on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
                     _save(rows, args)
-                bad |= any(
-                    failed(row) for failed in (checks.failed, workspaces.failed, results.says_failure) for row in rows
-                )
+                bad |= any(failed(row) for row in rows for failed in FAILED)
         return 1 if bad else 0
 
     return run
@@ -143,6 +144,18 @@ def _hybrid(args: argparse.Namespace) -> Measured:
 def _loops(args: argparse.Namespace) -> Measured:
     for size in ["tiny"] if args.rehearse else args.model:
         yield from loops.measure_loops(size, args.device, rounds=args.rounds, deadline=args.deadline)
+
+
+def _train(args: argparse.Namespace) -> Measured:
+    for model in ["small"] if args.rehearse else args.model:
+        yield from train.measure_training(model, args.device, deadline=args.deadline)
+
+
+def _distributed(args: argparse.Namespace) -> Measured:
+    if args.rehearse:
+        args.device = torch.device("cpu")  # of which there are enough
+    options = {"processes": args.processes, "layouts": args.layouts, "deadline": args.deadline}
+    return distributed.measure_distributed(args.device, size="small" if args.rehearse else args.model, **options)
 
 
 def _host(args: argparse.Namespace) -> Measured:
@@ -303,6 +316,20 @@ def _parser() -> argparse.ArgumentParser:
     )
     looped.add_argument("--model", nargs="+", choices=list(loops.SIZES), default=["small", "gpt2"])
     looped.add_argument("--rounds", type=int, default=31)
+
+    trained = command(
+        "train", _saved(_train, "training"), "train a GPT from random weights in every way; exit status 1 if losses differ"
+    )
+    trained.add_argument("--model", nargs="+", choices=list(train.MODELS), default=["gpt2"], help="small: for a CPU")
+
+    spread = command(
+        "distributed",
+        _saved(_distributed, "training on several processes", alone=False),
+        "train on several processes with nccl, or gloo on a CPU; exit status 1 if parameters are not those of one process",
+    )
+    spread.add_argument("--processes", nargs="+", type=int, default=[2, 4], help="on a GPU each")
+    spread.add_argument("--layouts", nargs="+", choices=list(distributed.LAYOUTS), default=list(distributed.LAYOUTS))
+    spread.add_argument("--model", choices=list(distributed.SIZES), default="large")
 
     hosted = command(
         "host",

@@ -113,12 +113,17 @@ def measure_loops(
 def _loop(way: Way, size: Size, device: torch.device) -> Callable[[], Tensor]:
     torch.manual_seed(0)
     text = torch.randint(size.words, (size.batch, size.length + 1), device=device)
-    model: Any = GPT(size).to(device)
-    optimizer = competitor("adamw", way.competitor).make(list(model.parameters()))
-    run = torch.compile(model, mode=way.mode) if way.compiled == "model" else model
+    model = GPT(size).to(device)
+    step = training_step(way, model, competitor("adamw", way.competitor).make(list(model.parameters())))
+    return lambda: step(text)
+
+
+def training_step(way: Way, model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
+    """A function from a text to its loss, which trains ``model`` as ``way`` says."""
+    run: Any = torch.compile(model, mode=way.mode) if way.compiled == "model" else model
 
     def step(text: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(text.device.type, torch.bfloat16):
             logits = run(text[:, :-1])
             loss = functional.cross_entropy(logits.flatten(0, -2), text[:, 1:].flatten())
         loss.backward()
@@ -126,9 +131,6 @@ def _loop(way: Way, size: Size, device: torch.device) -> Callable[[], Tensor]:
         optimizer.zero_grad()
         return loss.detach()
 
-    whole: Callable[[Tensor], Tensor] = step
     if way.compiled == "step":
-        whole = torch.compile(with_own_code(step), fullgraph=True, mode=way.mode)
-    elif way.runner:
-        whole = co.CUDAGraphRunner(step, optimizers=optimizer)
-    return lambda: whole(text)
+        return torch.compile(with_own_code(step), fullgraph=True, mode=way.mode)
+    return co.CUDAGraphRunner(step, optimizers=optimizer) if way.runner else step

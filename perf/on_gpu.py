@@ -95,6 +95,12 @@ COMPILED = {
 }
 """Training loops, what a GPU alone can show, and functions that the user compiles; most of the time goes into compiling."""
 
+TRAIN = {"train": LIMIT}
+"""GPT-2 from random weights in every way to take a step."""
+
+DISTRIBUTED = {"distributed": LIMIT}
+"""Training on two GPUs and on four, compared with one."""
+
 FILES = ["tests/capture/test_cuda.py", "tests/capture/test_capture_surroundings.py"]
 """All that hold tests marked ``cuda``."""
 
@@ -234,6 +240,16 @@ def compiled(directory: Path, device: str, name: str, rehearsal: bool) -> list[P
     return _measurements(COMPILED, directory, device, rehearsal)
 
 
+def train(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The trainings of ``perf/gpu train``."""
+    return _measurements(TRAIN, directory, device, rehearsal)
+
+
+def distributed(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
+    """The trainings of ``perf/gpu distributed``."""
+    return _measurements(DISTRIBUTED, directory, device, rehearsal)
+
+
 def _measurements(commands: Mapping[str, float], directory: Path, device: str, rehearsal: bool) -> list[Part]:
     options = ["--device", device, "--results", str(directory), "--seconds", LEFT, *(["--rehearse"] if rehearsal else [])]
     return [
@@ -279,6 +295,8 @@ PLANS: dict[str, Callable[[Path, str, str, bool], list[Part]]] = {
     "timings": timings,
     "compiled": compiled,
     "others": others,
+    "train": train,
+    "distributed": distributed,
 }
 WHEELS = "wheels"
 

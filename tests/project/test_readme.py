@@ -200,6 +200,8 @@ ELSEWHERE = {
     "perf/gpu first": "test_on_gpu.py",
     "perf/gpu others": "test_on_gpu.py",
     "perf/gpu wheels": "test_on_gpu.py",
+    "perf/gpu train": "test_train.py",
+    "perf/gpu distributed": "test_distributed.py",
 }
 """Commands that other files test."""
 
