@@ -129,7 +129,9 @@ class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operator = operator_of(func, args, kwargs or {}, result, "cuda")
         tensors = [t for t in torch.utils._pytree.tree_leaves((args, result)) if isinstance(t, Tensor)]
         if operator is not None and operator.crosses and not all(_is_pinned(t) for t in tensors if t.is_cpu):
-            raise RuntimeError("Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned.")
+            raise RuntimeError(
+                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned."
+            )
         if operator is not None and operator.waits:
             _forbidden()
         return result

@@ -62,7 +62,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batch(i: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 + i)).to(DEVICE)
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 + i), device="cpu").to(DEVICE)
 
 
 def train(side: Side, x: Tensor) -> Tensor:
@@ -154,7 +154,7 @@ def test_sparse_gradients(controls: dict[str, Any], alone: bool) -> None:
 
     runner = co.CUDAGraphRunner(ours.optimizer) if alone else co.CUDAGraphRunner(whole, optimizers=ours.optimizer)
     for i in range(STEPS):
-        index = torch.randint(0, 1000, (6,), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        index = torch.randint(0, 1000, (6,), generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE)
         for side in (ours, twin):
             side.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
         if alone:
@@ -625,7 +625,7 @@ def test_large_matrices(optimizer: type[co.CompiledOptimizer], split: bool) -> N
     if split:
         options["split"] = {"p0": 3, "p2": (1536, 768, 768)} if DEVICE == "cuda" else {"p0": (12, 6, 6)}
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator).to(DEVICE) / 8 for shape in shapes]
+    start = [torch.randn(shape, generator=generator, device="cpu").to(DEVICE) / 8 for shape in shapes]
     sides = [[nn.Parameter(p.clone()) for p in start] for _ in range(3)]
     called, captured, eager = (
         optimizer(
@@ -640,7 +640,7 @@ def test_large_matrices(optimizer: type[co.CompiledOptimizer], split: bool) -> N
     runner = co.CUDAGraphRunner(captured)
     for i in range(6):
         for params in zip(*sides, strict=True):
-            grad = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+            grad = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE)
             for param in params:
                 param.grad = grad.clone()
         called.step()
@@ -688,7 +688,7 @@ def test_two_rules_in_one_graph_are_two_optimizers() -> None:
         optimizer.param_groups[0].update({key: group[key] for key in optimizer.defaults.keys() & group.keys()})
     runner = co.CUDAGraphRunner(both)
     for i in range(8):
-        words = torch.randint(50, (4, 5), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        words = torch.randint(50, (4, 5), generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE)
         for m, optimizers in ((model, [both]), (twin, two)):
             for optimizer in optimizers:
                 optimizer.zero_grad()
