@@ -24,12 +24,17 @@ NAME = "default_device"
 MEANT = {"_group"}
 """Functions of the package that ask which device is the default one."""
 
-_USERS = re.compile(r"(?!compiled_optim\b)|compiled_optim\.simulated\b")
 _WHERE_IT_IS = getattr(pytest, "HIDDEN_PARAM", "usual")  # of pytest 8.4 and later: names of other cases stay
+WITHOUT = pytest.mark.parametrize(NAME, [False], ids=[_WHERE_IT_IS], indirect=True)
+"""Marks a test that only runs without a default device."""
+
+_USERS = re.compile(r"(?!compiled_optim\b)|compiled_optim\.simulated\b")
 
 
 def generate(metafunc: pytest.Metafunc) -> None:
-    """Give a test both cases if it runs on CUDA or on a device that stands in for it."""
+    """Give a test both cases if it runs on CUDA or on a device that stands in for it, and does not choose itself."""
+    if any(NAME in mark.args for mark in metafunc.definition.iter_markers("parametrize")):
+        return
     functions = [metafunc.function, *(d.func for defs in metafunc._arg2fixturedefs.values() for d in defs)]
     seen: set[Any] = {inspect.unwrap(default_device)}  # which all tests have
     if metafunc.definition.get_closest_marker("cuda") or any(_reaches(function, seen) for function in functions):
