@@ -133,10 +133,9 @@ def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, A
     def tensor(value: Any, param: object) -> Tensor:
         return torch.tensor(count(value, f"the step of {param!r}", below=exact), dtype=dtype, device="cpu")
 
+    given = [(param, entries) for param, entries in state_dict["state"].items() if param not in apart]
     state = {
-        param: {key: tensor(value, param) if key == "step" else value for key, value in entries.items()}
-        for param, entries in state_dict["state"].items()
-        if param not in apart
+        p: {key: tensor(value, p) if key == "step" else value for key, value in entries.items()} for p, entries in given
     }
     return {**state_dict, "state": with_foreign(state, apart)}
 

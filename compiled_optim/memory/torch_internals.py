@@ -246,12 +246,12 @@ def own_workspaces() -> Iterator[None]:
     """Let cuBLAS take memory in a capture that belongs to the graph, and no other afterwards.
 
     Else a graph uses memory that was taken before its capture, which is freed when torch.compile captures something.
-    To clear what is cached frees what graphs of others use. From torch 2.15 on each call takes memory of its own, in a
-    capture the graph's, and nothing is cleared, unless torch is told to cache it, or does by default, as with ROCm.
+    Clearing also frees what graphs of others use. From torch 2.15 on each call takes memory of its own, in a capture the
+    graph's, unless torch is told to keep some for the process, as it does by default with ROCm.
     """
-    told, clear = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE"), lambda: None
-    if _torch_version() < (2, 15) or told == "1" or (torch.version.hip is not None and told != "0"):
-        clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", clear)  # there is none in builds without CUDA
+    told = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
+    caches = _torch_version() < (2, 15) or told == "1" or (torch.version.hip is not None and told != "0")
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces" if caches else "", lambda: None)  # builds without CUDA lack it
     clear()
     try:
         yield

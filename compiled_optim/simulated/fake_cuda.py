@@ -13,13 +13,11 @@ from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._guards import TracingContext
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.memory import torch_internals
 from compiled_optim.simulated.driver import answer, driver
-from compiled_optim.simulated.record import operator_of
 
 _DATA_PTR = Tensor.data_ptr
 _ROOM = 1 << 36  # bytes between the addresses of two storages
@@ -44,9 +42,8 @@ def fake_cuda(arch: int) -> Iterator[None]:
     ``data_ptr`` of such a tensor is a number of its own, a multiple of 16 for a tensor at the beginning of its storage.
     ``torch.cuda.is_available`` keeps saying no, since FakeTensorMode would initialise a device that is.
 
-    It refuses, as CUDA does, to pin what is not a dense tensor of the host, to mix devices or take another one's generator,
-    to tell the host a value, and, in :func:`capturing`, to wait. It cannot refuse addresses, of freed memory or of the host,
-    that kernels find in their tables, nor what needs streams, which it does not have.
+    As CUDA it refuses to pin what is not a dense tensor of the host, to mix devices, and to tell the host a value. It cannot
+    refuse what kernels find in their tables, such as an address of the host, and has neither streams nor captures.
     """
     from torch._dynamo import device_interface
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -102,41 +99,6 @@ def fake_cuda(arch: int) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def capturing() -> Iterator[None]:
-    """Record what follows, under :func:`fake_cuda`, as ``torch.cuda.graph`` does: it refuses what cannot be recorded."""
-    from triton import runtime
-
-    stream = types.SimpleNamespace(cuda_stream=1)
-    with (
-        mock.patch.multiple(
-            torch.cuda,
-            is_current_stream_capturing=functools.partial(answer, True),
-            current_stream=functools.partial(answer, stream),
-        ),
-        mock.patch.object(Tensor, "pin_memory", _forbidden),
-        mock.patch.object(runtime.driver.active.utils, "load_binary", _forbidden),
-        _Capture(),  # type: ignore[no-untyped-call]
-    ):
-        yield
-
-
-class _Capture(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Refuses what waits for the device, and copies from and to memory of the host that is not pinned."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        operator = operator_of(func, args, kwargs or {}, result, "cuda")
-        tensors = [t for t in torch.utils._pytree.tree_leaves((args, result)) if isinstance(t, Tensor)]
-        if operator is not None and operator.crosses and not all(_is_pinned(t) for t in tensors if t.is_cpu):
-            raise RuntimeError(
-                "Cannot copy between CPU and CUDA tensors during CUDA graph capture unless the CPU tensor is pinned."
-            )
-        if operator is not None and operator.waits:
-            _forbidden()
-        return result
-
-
 class _RealHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Keeps tensors on the CPU real under FakeTensorMode: the host computes the tables that it uploads."""
 
@@ -152,9 +114,9 @@ class _RealHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
         fake = any(isinstance(leaf, FakeTensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))
-        tracing = TracingContext.try_get() is not None
+        tracing = torch._guards.TracingContext.try_get() is not None
         if elsewhere or fake:
-            _check_devices(func._schema.name if hasattr(func, "_schema") else "", args, kwargs, on_device=elsewhere)
+            _check_devices(func.name(), args, kwargs, on_device=elsewhere)
         with contextlib.nullcontext() if elsewhere or fake or tracing else unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -178,15 +140,10 @@ def _check_devices(name: str, args: Any, kwargs: dict[str, Any], *, on_device: b
         raise RuntimeError("Only dense CPU tensors can be pinned")
     if (generator := kwargs.get("generator")) is not None and generator.device.type != "cuda":
         raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{generator.device.type}'")
-    if name.startswith("aten::_foreach_") and not name.endswith("_copy_"):
-        lists = [arg for arg in args if isinstance(arg, (list, tuple)) and all(isinstance(t, Tensor) for t in arg)]
-        for together in zip(*lists, strict=False):
-            if len({t.device for t in together if t.dim() or not t.is_cpu}) > 1:
+    if "_foreach_" in name and "_copy_" not in name:
+        for pieces in zip(*(arg for arg in args if isinstance(arg, (list, tuple))), strict=False):
+            if len({t.device for t in pieces if isinstance(t, Tensor) and (t.dim() or not t.is_cpu)}) > 1:
                 raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices")
-
-
-def _forbidden(*args: Any, **kwargs: Any) -> Any:
-    raise RuntimeError("CUDA error: operation not permitted when stream is capturing")
 
 
 def _pinned(tensor: Tensor, device: object = None) -> Tensor:

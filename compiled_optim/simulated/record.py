@@ -163,7 +163,7 @@ def recording(device: str) -> Iterator[Record]:
 
 
 class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records the operators on tensors of one device type."""
+    """Records the operators on tensors of one device type; views and allocations do not reach it."""
 
     def __init__(self, record: Record, device: str) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -177,27 +177,21 @@ class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if (operator := operator_of(func, args, kwargs or {}, result, self._device)) is not None:
-            self._record.operators.append(operator)
+        if isinstance(func, HigherOrderOperator):  # a Triton kernel of the package's own in a graph
+            return result
+        name = func._schema.name.removeprefix("aten::")
+        if func.is_view or func.namespace != "aten" or name in _WITHOUT_LAUNCH:
+            return result
+        values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | (kwargs or {})
+        written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
+        reads = _tensors([v for key, v in values.items() if key not in written or name not in _WRITE_ONLY])
+        writes = {id(t): t for t in _tensors([[v for key, v in values.items() if key in written], result])}.values()
+        devices = {t.device.type for t in (*reads, *writes)}
+        if self._device in devices:
+            moved, crosses = sum(t.numel() * t.itemsize for t in (*reads, *writes)), len(devices) > 1
+            waits = name in _WAITS or (crosses and not values.get("non_blocking", False))
+            self._record.operators.append(Operator(name, moved, waits, crosses))
         return result
-
-
-def operator_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any, device: str) -> Operator | None:
-    """What ``device`` does for a call that returned ``result``; None if nothing, as for views and allocations."""
-    if isinstance(func, HigherOrderOperator):  # a Triton kernel of the package's own in a graph
-        return None
-    name = func._schema.name.removeprefix("aten::")
-    if func.is_view or func.namespace != "aten" or name in _WITHOUT_LAUNCH:
-        return None
-    values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    written = {a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    reads = _tensors([v for key, v in values.items() if key not in written or name not in _WRITE_ONLY])
-    writes = {id(t): t for t in _tensors([[v for key, v in values.items() if key in written], result])}.values()
-    devices = {t.device.type for t in (*reads, *writes)}
-    if device not in devices:
-        return None
-    moved, crosses = sum(t.numel() * t.itemsize for t in (*reads, *writes)), len(devices) > 1
-    return Operator(name, moved, name in _WAITS or (crosses and not values.get("non_blocking", False)), crosses)
 
 
 def _tensors(values: Any) -> list[Tensor]:

@@ -303,3 +303,27 @@ def test_released_graphs_are_freed_once(cuda: Cuda) -> None:
     graph.release()
     graph.release()
     assert cuda.calls == ["synchronize", "reset"]
+
+
+class _Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([float(i) for i in range(97)])  # too many for code to name each
+
+
+def test_dynamos_reset_frees_no_constant_that_a_graph_of_a_compiled_model_reads() -> None:
+    """They belong to the code that was made, which stays in the process; a graph has their addresses alone."""
+
+    def constants() -> list[torch.Tensor]:
+        found = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (97,)]
+        return [x for x in found if x.dtype == torch.float32 and float(x.detach()[-1]) == 96.0]
+
+    model = torch.compile(_Scaled())
+    assert float(model(torch.ones(97)).sum()) == 96 * 97 / 2
+    gc.collect()
+    before = {x.data_ptr() for x in constants()}
+    torch._dynamo.reset()
+    del model
+    gc.collect()
+    after = {x.data_ptr() for x in constants()}
+    assert after
+    assert after <= before

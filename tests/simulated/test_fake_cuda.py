@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from catalog import registry, required
+from fake_captures import capturing
 from torch import nn
 from torch.utils._device import _device_constructors
 
 import compiled_optim as co
-from compiled_optim.simulated.fake_cuda import capturing, fake_cuda
+from compiled_optim.simulated.fake_cuda import fake_cuda
 
 pytest.importorskip("triton")
 
