@@ -10,11 +10,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import default_device
 import pytest
 import selection
 import torch
 
-_CHOICES = ("full", "named", "seconds")
+_CHOICES = ("full", "named", "seconds", "everything")
 
 SECONDS = {False: 300.0, True: 3600.0}
 """Seconds that a test may take, with the fixtures that it is the first to need: in a run of a few cases, and of all.
@@ -42,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.full and config.option.quick:
             raise pytest.UsageError("--full runs all cases, --quick a few: give one of them")
         is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        config.option.everything = config.option.full
         config.option.named = not is_whole or bool(config.option.keyword or config.option.markexpr)
         config.option.full |= config.option.named and not config.option.quick
         config.option.seconds = config.option.seconds or SECONDS[config.option.full]
@@ -83,9 +85,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("cuda")]
     else:
         kept = items if config.option.full else selection.quick(items, with_long=config.option.named)
+    if config.option.named and not config.option.everything:
+        few = {*selection.quick([item for item in kept if _has_default_device(item)], with_long=True)}
+        kept = [item for item in kept if item in few or not _has_default_device(item)]
     taken = {*kept}
     config.hook.pytest_deselected(items=[item for item in items if item not in taken])
     items[:] = kept if config.option.named else sorted(kept, key=_order)
+
+
+def _has_default_device(item: pytest.Item) -> bool:
+    return bool(getattr(getattr(item, "callspec", None), "params", {}).get(default_device.NAME))
 
 
 def _order(item: pytest.Item) -> int:
@@ -130,6 +139,17 @@ def seed() -> None:
     torch.manual_seed(0)
     if "torch._dynamo" in sys.modules:  # which gives up on a function that was compiled for many optimizers in one process
         torch._dynamo.reset()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    default_device.generate(metafunc)
+
+
+@pytest.fixture(autouse=True, name=default_device.NAME)
+def _default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Make CUDA, or what stands in for it, the default device in a second case of a test."""
+    with default_device.default_device(monkeypatch) if getattr(request, "param", False) else contextlib.nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

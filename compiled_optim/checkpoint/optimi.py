@@ -225,7 +225,7 @@ def _optimi_group(group: Mapping[str, Any], keys: set[str], form: frozenset[str]
     options: dict[str, Any] = {**dict.fromkeys(("foreach", "triton", "gradient_release"), False), "setup": step > 0}
     options |= numbers
     if "eps" in form:
-        options["step"] = torch.tensor(step, dtype=torch.int32)
+        options["step"] = torch.tensor(step, dtype=torch.int32, device="cpu")
     if "betas" in form:
         betas, count = group["betas"], 3 if "adam_wd" in form else 2
         if not isinstance(betas, (list, tuple)) or len(betas) != count:

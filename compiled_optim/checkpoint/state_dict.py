@@ -508,7 +508,7 @@ def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, sou
                 raise Unloadable(f"{what} is {target.dtype} instead of {source.dtype}")
         elif not is_simple:
             # Two elements: a single one takes a number that is too large for its dtype, as infinity.
-            fill(torch.empty(2, dtype=target.dtype), source)
+            fill(torch.empty(2, dtype=target.dtype, device="cpu"), source)
 
 
 def is_same(a: Tensor, b: float | Tensor) -> bool:

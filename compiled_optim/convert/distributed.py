@@ -149,7 +149,7 @@ def _value(path: Path, name: str, entry: Any, stored: Mapping[Any, Mapping[str, 
     infos = [stored[name, offsets] for offsets, _ in chunks]
     if size.numel() * dtype.itemsize > sum(info["length"] for info in infos):
         raise ValueError(f"{name!r} is larger than what is stored of it")
-    whole = torch.empty(size, dtype=dtype) if len(chunks) > 1 else None
+    whole = torch.empty(size, dtype=dtype, device="cpu") if len(chunks) > 1 else None
     for (offsets, sizes), info in zip(chunks, infos, strict=True):
         piece = _item(path, info)
         if not isinstance(piece, Tensor) or (piece.dtype, piece.shape, piece.layout) != (dtype, sizes, torch.strided):
@@ -157,7 +157,7 @@ def _value(path: Path, name: str, entry: Any, stored: Mapping[Any, Mapping[str, 
         if whole is None:
             return piece
         whole[tuple(map(slice, offsets, map(sum, zip(offsets, sizes, strict=True))))] = piece
-    return whole if whole is not None else torch.empty(size, dtype=dtype)
+    return whole if whole is not None else torch.empty(size, dtype=dtype, device="cpu")
 
 
 def _file(path: Path, info: Mapping[str, Any]) -> Path:

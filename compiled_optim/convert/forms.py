@@ -129,13 +129,13 @@ def listed(keys: Collection[Any]) -> str:
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """``state_dict`` with every step count as a 0-dim tensor of ``dtype``; an error for a count that it cannot hold."""
     exact, apart = int(2 / torch.finfo(dtype).eps), foreign_state(state_dict)
+
+    def tensor(value: Any, param: object) -> Tensor:
+        return torch.tensor(count(value, f"the step of {param!r}", below=exact), dtype=dtype, device="cpu")
+
+    given = [(param, entries) for param, entries in state_dict["state"].items() if param not in apart]
     state = {
-        param: {
-            key: torch.tensor(count(value, f"the step of {param!r}", below=exact), dtype=dtype) if key == "step" else value
-            for key, value in entries.items()
-        }
-        for param, entries in state_dict["state"].items()
-        if param not in apart
+        p: {key: tensor(value, p) if key == "step" else value for key, value in entries.items()} for p, entries in given
     }
     return {**state_dict, "state": with_foreign(state, apart)}
 

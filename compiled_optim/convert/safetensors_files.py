@@ -121,9 +121,9 @@ def _tensor_name(param: int | str, entry: int | str) -> str:
 def _tensor(value: Any, where: str, memory: set[int], keep: Keep) -> Tensor:
     """``value`` as safetensors can hold it: contiguous, and with memory that is not among the others' ``memory``."""
     if isinstance(value, float):
-        return torch.tensor(value, dtype=torch.float64)
+        return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, (bool, int)):
-        return torch.tensor(value)
+        return torch.tensor(value, device="cpu")
     if not isinstance(value, Tensor) or value.dtype == torch.complex128:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where} is a {kind}, which safetensors cannot hold")

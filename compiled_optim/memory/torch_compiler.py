@@ -126,7 +126,7 @@ def _compiled(
 
         def first_call(*inputs: Any) -> list[Tensor]:
             """The results are stand-ins."""
-            calls.append((code, list(map(place, inputs)), [torch.empty(0) for _ in range(count)]))
+            calls.append((code, list(map(place, inputs)), [torch.empty(0, device="cpu") for _ in range(count)]))
             return calls[0][2]
 
         return first_call

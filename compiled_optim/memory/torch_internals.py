@@ -71,9 +71,13 @@ def outside_dynamo(function: F) -> F:
     return cast("F", call)
 
 
+def _torch_version() -> tuple[int, ...]:
+    return tuple(map(int, torch.__version__.split(".")[:2]))
+
+
 def compiles_means_with_lists() -> bool:
     """Whether Inductor compiles sums over tensors beside operations over lists: torch 2.11 fails to reorder their loops."""
-    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+    return _torch_version() >= (2, 12)
 
 
 def default_cache_directory() -> str:
@@ -251,8 +255,12 @@ def own_workspaces() -> Iterator[None]:
     """Let cuBLAS take memory in a capture that belongs to the graph, and no other afterwards.
 
     Else a graph uses memory that was taken before its capture, which is freed when torch.compile captures something.
+    Clearing also frees what graphs of others use. From torch 2.15 on each call takes memory of its own, in a capture the
+    graph's, unless torch is told to keep some for the process, as it does by default with ROCm.
     """
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)  # there is none in builds without CUDA
+    told = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
+    caches = _torch_version() < (2, 15) or told == "1" or (torch.version.hip is not None and told != "0")
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces" if caches else "", lambda: None)  # builds without CUDA lack it
     clear()
     try:
         yield

@@ -415,10 +415,11 @@ class Rule(Declaration):
         count, size = shape[0], torch.Size(shape[1:])
         choices = {**statics, **{f.name: f.of(size) for f in self.facts}}
         present = self.present_buffers(choices)
-        values: dict[str, Any] = {name: torch.ones(shape) for name in ("param", "grad")}
+        ones = functools.partial(torch.ones, device="cpu")
+        values: dict[str, Any] = {name: ones(shape) for name in ("param", "grad")}
         for b in self.buffers:
-            values[b.name] = torch.ones(count, *(b.shape(size) if b.shape else size)) if b.name in present else None
-        c = number_type(names)(*[torch.ones(count, *(1 for _ in size))] * len(names))
+            values[b.name] = ones((count, *(b.shape(size) if b.shape else size))) if b.name in present else None
+        c = number_type(names)(*[ones((count, *(1 for _ in size)))] * len(names))
         results = self._checked_update({**choices, **values, "c": c}, present)
         for name in ("param", *present):
             if (now := tuple(results[name].shape)) != (was := tuple(values[name].shape)):

@@ -41,6 +41,9 @@ def fake_cuda(arch: int) -> Iterator[None]:
 
     ``data_ptr`` of such a tensor is a number of its own, a multiple of 16 for a tensor at the beginning of its storage.
     ``torch.cuda.is_available`` keeps saying no, since FakeTensorMode would initialise a device that is.
+
+    As CUDA it refuses to pin what is not a dense tensor of the host, to mix devices, and to tell the host a value. It cannot
+    refuse what kernels find in their tables, such as an address of the host, and has neither streams nor captures.
     """
     from torch._dynamo import device_interface
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -82,7 +85,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
             is_current_stream_capturing=functools.partial(answer, False),
         ),
         mock.patch.object(triton_helpers, "set_driver_to_gpu"),
-        mock.patch.multiple(Tensor, create=True, data_ptr=_address, pin_memory=lambda tensor, device=None: tensor),
+        mock.patch.multiple(Tensor, data_ptr=_address, pin_memory=_pinned, is_pinned=_is_pinned),
         mock.patch.object(torch_internals, "is_fake", _is_not_fake),
         # It computes constants on the device, and caches graphs of a device that is not there.
         config.patch(joint_graph_constant_folding=False, fx_graph_cache=False, compile_threads=1),
@@ -112,6 +115,8 @@ class _RealHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
         fake = any(isinstance(leaf, FakeTensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))
         tracing = torch._guards.TracingContext.try_get() is not None
+        if elsewhere or fake:
+            _check_devices(func.name(), args, kwargs, on_device=elsewhere)
         with contextlib.nullcontext() if elsewhere or fake or tracing else unset_fake_temporarily():
             return func(*args, **kwargs)
 
@@ -127,6 +132,32 @@ def _device_guard(device: int = _CUDA) -> Iterator[None]:
         yield
     finally:
         guards[device] = before
+
+
+def _check_devices(name: str, args: Any, kwargs: dict[str, Any], *, on_device: bool) -> None:
+    """Refuse, in torch's words, what fake tensors allow and CUDA does not."""
+    if on_device and kwargs.get("pin_memory"):
+        raise RuntimeError("Only dense CPU tensors can be pinned")
+    if (generator := kwargs.get("generator")) is not None and generator.device.type != "cuda":
+        raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{generator.device.type}'")
+    if "_foreach_" in name and "_copy_" not in name:
+        for pieces in zip(*(arg for arg in args if isinstance(arg, (list, tuple))), strict=False):
+            if len({t.device for t in pieces if isinstance(t, Tensor) and (t.dim() or not t.is_cpu)}) > 1:
+                raise RuntimeError("Expected all tensors to be on the same device, but found at least two devices")
+
+
+def _pinned(tensor: Tensor, device: object = None) -> Tensor:
+    """As ``Tensor.pin_memory``."""
+    if not tensor.is_cpu or tensor.layout != torch.strided:
+        raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
+    if not _is_pinned(tensor):
+        tensor = tensor.clone()
+        tensor.untyped_storage().is_page_locked = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _is_pinned(tensor: Tensor, device: object = None) -> bool:
+    return tensor.layout == torch.strided and hasattr(tensor.untyped_storage(), "is_page_locked")
 
 
 _is_not_fake = functools.partial(answer, False)  # a mock would keep every tensor that it was called with

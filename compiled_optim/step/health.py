@@ -323,4 +323,4 @@ def _bit_sum(member: Member) -> Tensor:
     dense = [flat(t if is_dense(t) else plain_copy(t.detach())) for t in tensors if t.numel()]
     bits = [t.view(_INTEGERS[t.element_size()]) for t in dense]
     sums = [t[start::8].sum(dtype=torch.int64) for t in bits for start in range(8)]
-    return torch.stack(sums) if sums else torch.zeros(1, dtype=torch.int64)
+    return torch.stack(sums) if sums else torch.zeros(1, dtype=torch.int64, device=member.param.device)

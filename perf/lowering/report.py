@@ -197,7 +197,8 @@ def _set_gradients(params: Sequence[Tensor], optimizer: type[Optimizer]) -> None
         else:
             indices = torch.empty(1, _ENTRIES, dtype=torch.int64, device=param.device)
             values = torch.empty(_ENTRIES, *param.shape[1:], dtype=param.dtype, device=param.device)
-            param.grad = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
+            with torch._C.DisableTorchFunction():  # a default device would make a fake one of the meta device
+                param.grad = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
 def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Record, Record]:

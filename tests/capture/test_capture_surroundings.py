@@ -39,7 +39,7 @@ def simulated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 
 def batch(i: int, count: int = 4, device: str = "cpu") -> Tensor:
-    return torch.randn(count, 5, generator=torch.Generator().manual_seed(100 + i)).to(device)
+    return torch.randn(count, 5, generator=torch.Generator().manual_seed(100 + i), device="cpu").to(device)
 
 
 def train(side: Side, x: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class TestFailures:
                 give(side, i)
             else:
                 side.optimizer.zero_grad()
-                side.model(torch.randint(0, 77, (6,), generator=torch.Generator().manual_seed(i))).backward()
+                side.model(torch.randint(0, 77, (6,), generator=torch.Generator().manual_seed(i), device="cpu")).backward()
 
         ours, twin = ((make_tables() if kind == "tables" else make(**kind)) for _ in range(2))
         runner = co.CUDAGraphRunner(ours.optimizer, warmup=1)
@@ -453,7 +453,7 @@ class TestSeveral:
         runner = runner_of(ours, twice)
         for i in range(8):
             x = (
-                torch.randint(0, 77, (12,), generator=torch.Generator().manual_seed(i)).to(device)
+                torch.randint(0, 77, (12,), generator=torch.Generator().manual_seed(i), device="cpu").to(device)
                 if kind == "tables"
                 else batch(i, device=device)
             )

@@ -37,6 +37,7 @@ from capture_scenarios import (
 )
 from catalog import cases, copies, high_precision, relative_error, stacked_cases, wide_scalars
 from cuda_device import DEVICE, capturing, in_new_process, needs_cuda, no_host_waits
+from default_device import WITHOUT
 from new_process import ROOT
 from simulated_graph import install
 from stored_cases import CASES, MINIMUM
@@ -62,7 +63,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def batch(i: int) -> Tensor:
-    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 + i)).to(DEVICE)
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(100 + i), device="cpu").to(DEVICE)
 
 
 def train(side: Side, x: Tensor) -> Tensor:
@@ -154,7 +155,7 @@ def test_sparse_gradients(controls: dict[str, Any], alone: bool) -> None:
 
     runner = co.CUDAGraphRunner(ours.optimizer) if alone else co.CUDAGraphRunner(whole, optimizers=ours.optimizer)
     for i in range(STEPS):
-        index = torch.randint(0, 1000, (6,), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        index = torch.randint(0, 1000, (6,), generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE)
         for side in (ours, twin):
             side.optimizer.param_groups[0]["lr"] = 0.1 / (i + 1)
         if alone:
@@ -486,6 +487,7 @@ def test_step_beside_make_graphed_callables() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
+@WITHOUT  # where there is one, Dynamo traces no backward
 def test_reduce_overhead_holds_the_step_in_its_one_graph() -> None:
     from torch._dynamo.utils import counters
 
@@ -508,6 +510,7 @@ def test_reduce_overhead_holds_the_step_in_its_one_graph() -> None:
 
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
 @pytest.mark.parametrize("change", ["a group is added", "a parameter moves", "clipping", "a state tensor", "a step outside"])
+@WITHOUT
 def test_reduce_overhead_follows_changes(change: str) -> None:
     torch._dynamo.reset()  # its limit is for all cases together
     ours, twin = pair()
@@ -531,19 +534,126 @@ def test_reduce_overhead_follows_changes(change: str) -> None:
             torch.testing.assert_close(compiled(batch(i)).clone(), train(twin, batch(i)), rtol=1e-4, atol=1e-5)
 
 
+def _deep() -> Side:
+    """Linear layers whose weight gradients are sums of so many products that cuBLAS splits them, in memory of its own."""
+    torch.manual_seed(1)
+    width = 256 if DEVICE == "cuda" else 8
+    layers = [nn.Linear(width, width, bias=False) for _ in range(4)]
+    model = nn.Sequential(*layers).to(DEVICE, torch.bfloat16)
+    return Side(model, co.AdamW(model.named_parameters(), lr=1e-3))
+
+
+def _train_deep(side: Side, x: Tensor) -> Tensor:
+    side.optimizer.zero_grad()
+    loss = side.model(x).float().square().mean()
+    loss.backward()
+    side.optimizer.step()
+    return loss
+
+
 @pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores .* not enabled:UserWarning")
-def test_a_graph_of_others_takes_nothing_from_ours() -> None:
-    """torch.compile frees what cuBLAS took, and whatever is cached, before it captures."""
-    ours, twin = pair()
-    runner = co.CUDAGraphRunner(functools.partial(train, ours), optimizers=ours.optimizer)
+@pytest.mark.parametrize("by", ["torch.compile", "hand"])
+def test_a_graph_of_others_takes_nothing_from_ours(by: str) -> None:
+    """torch.compile frees what cuBLAS took, and whatever is cached, before it captures; others get it, and keep it."""
+    ours, twin = _deep(), _deep()
+    runner = co.CUDAGraphRunner(functools.partial(_train_deep, ours), optimizers=ours.optimizer, modules=ours.model)
     compiled = torch.compile(nn.Linear(64, 64, device=DEVICE), mode="reduce-overhead")
-    for i in range(12):
-        assert torch.equal(runner(batch(i)), train(twin, batch(i)))
-        assert_equal(ours, twin, i)
-        if i > 5:
-            compiled(torch.ones(16, 64, device=DEVICE)).square().mean().backward()
+    width, rows = ours.model[0].in_features, 16384 if DEVICE == "cuda" else 16
+    others: list[Tensor] = []
+    for i in range(10):
+        if i in (5, 7):
+            if by == "torch.compile":
+                for _ in range(3):  # the second is captured
+                    compiled(torch.ones(16, 64, device=DEVICE)).square().mean().backward()
+            else:
+                getattr(torch._C, "_cuda_clearCublasWorkspaces", lambda: None)()
+            torch.cuda.synchronize()
             torch.cuda.empty_cache()
-    assert co.compile_report(ours.optimizer).replays == 9
+            sizes = [1, 2, 8, 16, 32, 33, 64] * 4 if DEVICE == "cuda" else []
+            others += [torch.full((size << 20,), 255, dtype=torch.uint8, device=DEVICE) for size in sizes]
+        x = torch.randn(rows, width, generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE, torch.bfloat16)
+        assert torch.equal(runner(x), _train_deep(twin, x)), i
+        assert_equal(ours, twin, i)
+    assert sum(int((x != 255).sum()) for x in others) == 0, "bytes that the graph wrote into memory of others"
+    assert co.compile_report(ours.optimizer).replays == 7
+
+
+class _Trainer:
+    """Somebody's own training loop, with the graph that torch's documentation has: warm-up aside, one capture, replays."""
+
+    def __init__(self, side: Side) -> None:
+        self.side, self.x, self.stream = side, torch.zeros(4, 5, device=DEVICE), torch.cuda.Stream()
+        self.graph = torch.cuda.CUDAGraph()
+
+    def work(self, optimizer: torch.optim.Optimizer) -> None:
+        self.loss = self.side.model(self.x).square().mean()
+        self.loss.backward()
+        optimizer.step()
+
+    def warm_up(self, optimizer: torch.optim.Optimizer, steps: range) -> None:
+        self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            for i in steps:
+                self.x.copy_(batch(i))
+                optimizer.zero_grad()
+                self.work(optimizer)
+        torch.cuda.current_stream().wait_stream(self.stream)
+        self.loss = torch.zeros((), device=DEVICE)  # a kept one has a graph of autograd's that belongs to that stream
+
+    def record(self) -> None:
+        torch.cuda.synchronize()
+        self.side.optimizer.zero_grad()
+        with capturing(self.graph):
+            self.work(self.side.optimizer)
+
+    def replay(self, i: int) -> None:
+        self.x.copy_(batch(i))
+        self.graph.replay()
+
+
+def record_after_steps(optimizer: type[co.CompiledOptimizer], other: Any, steps: int, **kwargs: Any) -> None:
+    ours, twin = pair(optimizer=optimizer, **kwargs)
+    trainer, follower = _Trainer(ours), _Trainer(twin)
+    for each in (trainer, follower):
+        each.warm_up(other(each.side.params, lr=0.1), range(3))
+        each.warm_up(each.side.optimizer, range(3, 3 + steps))
+    if steps == 0:
+        with pytest.raises(RuntimeError, match=r"take one step before capturing, or let co\.CUDAGraphRunner do so"):
+            trainer.record()
+        assert_equal(ours, twin, 0)
+        trainer.graph = torch.cuda.CUDAGraph()
+        for each in (trainer, follower):
+            each.warm_up(each.side.optimizer, range(3, 4))
+    trainer.record()
+    for i in range(8, 16):
+        for side in (ours, twin):
+            every_hyperparameter(side, i)
+            if i == 12:  # which replays write too
+                side.optimizer.load_state_dict(side.optimizer.state_dict())
+        trainer.replay(i)
+        follower.warm_up(twin.optimizer, range(i, i + 1))
+        assert_equal(ours, twin, i)
+    for each in (trainer, follower):
+        each.warm_up(each.side.optimizer, range(16, 17))
+    assert_equal(ours, twin, 16)
+
+
+@pytest.mark.parametrize("steps", [1, 3])
+@pytest.mark.parametrize("other", [torch.optim.SGD, co.Lion], ids=lambda kind: kind.__module__.partition(".")[0])
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+def test_a_trainer_of_others_records_the_step_after_anothers_warm_up(kind: dict[str, Any], other: Any, steps: int) -> None:
+    """Replays follow hyperparameters, gradients and loads."""
+    record_after_steps(**{"optimizer": co.AdamW, **kind}, other=other, steps=steps)
+
+
+def record_the_first_step() -> None:
+    for optimizer in (co.AdamW, co.Muon, co.Adafactor):
+        record_after_steps(optimizer, torch.optim.SGD, 0)
+
+
+def test_a_trainer_of_others_that_records_the_first_step_is_told_what_to_do() -> None:
+    """And may do it: nothing has changed."""
+    in_new_process(record_the_first_step)
 
 
 def _on_device(case: Any, dtype: torch.dtype, **options: Any) -> float:
@@ -625,7 +735,7 @@ def test_large_matrices(optimizer: type[co.CompiledOptimizer], split: bool) -> N
     if split:
         options["split"] = {"p0": 3, "p2": (1536, 768, 768)} if DEVICE == "cuda" else {"p0": (12, 6, 6)}
     generator = torch.Generator().manual_seed(0)
-    start = [torch.randn(shape, generator=generator).to(DEVICE) / 8 for shape in shapes]
+    start = [torch.randn(shape, generator=generator, device="cpu").to(DEVICE) / 8 for shape in shapes]
     sides = [[nn.Parameter(p.clone()) for p in start] for _ in range(3)]
     called, captured, eager = (
         optimizer(
@@ -640,7 +750,7 @@ def test_large_matrices(optimizer: type[co.CompiledOptimizer], split: bool) -> N
     runner = co.CUDAGraphRunner(captured)
     for i in range(6):
         for params in zip(*sides, strict=True):
-            grad = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(i)).to(DEVICE)
+            grad = torch.randn(params[0].shape, generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE)
             for param in params:
                 param.grad = grad.clone()
         called.step()
@@ -688,7 +798,7 @@ def test_two_rules_in_one_graph_are_two_optimizers() -> None:
         optimizer.param_groups[0].update({key: group[key] for key in optimizer.defaults.keys() & group.keys()})
     runner = co.CUDAGraphRunner(both)
     for i in range(8):
-        words = torch.randint(50, (4, 5), generator=torch.Generator().manual_seed(i)).to(DEVICE)
+        words = torch.randint(50, (4, 5), generator=torch.Generator().manual_seed(i), device="cpu").to(DEVICE)
         for m, optimizers in ((model, [both]), (twin, two)):
             for optimizer in optimizers:
                 optimizer.zero_grad()

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -137,24 +138,95 @@ def stop() -> None:
     raise KeyError("in Python")
 
 
+class Workspaces:
+    """The memory that cuBLAS works in, as torch hands it out.
+
+    Attributes:
+        are_cached: whether the process has one for each stream; else each call takes its own.
+        error: of the next captured product.
+        used: by the products of each capture, in order.
+    """
+
+    def __init__(self, cuda: Cuda, *, are_cached: bool) -> None:
+        self._cuda, self.are_cached = cuda, are_cached
+        self.error: Exception | None = None
+        self._map: dict[Stream, SimpleNamespace] = {}
+        self.used: list[SimpleNamespace] = []
+
+    def product(self, *, by_an_extension: bool = False) -> None:
+        """Multiply on the current stream, or on the one that is being captured; an extension takes what is cached."""
+        stream = next(iter(self._cuda.capturing), self._cuda.current)
+        made = SimpleNamespace(pool=next(iter(self._cuda.recording), None), is_freed=False)
+        memory = self._map.setdefault(stream, made) if self.are_cached or by_an_extension else made
+        if self._cuda.recording:
+            self.used.append(memory)
+        if self.error is not None and self._cuda.recording:
+            raise self.error
+
+    def clear(self) -> None:
+        """Forget what the process has; the pool of a graph keeps its memory."""
+        for memory in self._map.values():
+            memory.is_freed = memory.pool is None
+        self._map.clear()
+
+
+TORCHES = {
+    "2.11": ("2.11.0+cu130", None, None, True),
+    "2.14": ("2.14.1", None, None, True),
+    "2.14, told not to cache": ("2.14.1", "0", None, True),
+    "2.15": ("2.15.0", None, None, False),
+    "nightly": ("2.15.0a0+git1234", None, None, False),
+    "3.0": ("3.0.0", "0", None, False),
+    "2.15, told to cache": ("2.15.0", "1", None, True),
+    "2.15, ROCm": ("2.15.0", None, "7.2", True),
+    "2.15, ROCm, told not to cache": ("2.15.0", "0", "7.2", False),
+}
+"""By name: version, what the variable says, ROCm's version, and whether workspaces are the process's."""
+
+
+@pytest.fixture(params=TORCHES)
+def workspaces(request: pytest.FixtureRequest, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> Workspaces:
+    version, told, hip, cached = TORCHES[request.param]
+    workspaces = Workspaces(cuda, are_cached=cached)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", workspaces.clear, raising=False)
+    monkeypatch.delenv("TORCH_CUBLAS_WORKSPACE_CACHE", raising=False)
+    if told is not None:
+        monkeypatch.setenv("TORCH_CUBLAS_WORKSPACE_CACHE", told)
+    return workspaces
+
+
+@pytest.mark.quick
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_graph_has_workspaces_of_its_own(fails: bool, cuda: Cuda, monkeypatch: pytest.MonkeyPatch) -> None:
-    """cuBLAS takes its memory again in the capture, and after it."""
-    clear = lambda: cuda.calls.append(f"clear, {len(cuda.recording)} recording")  # noqa: E731
-    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
+def test_a_graph_has_workspaces_of_its_own(fails: bool, workspaces: Workspaces) -> None:
+    """Whatever torch.compile frees before it captures, and whatever is captured next."""
+    graphs = [CudaGraph(DEVICE) for _ in range(2)]
+    for graph in graphs:
+        graph.warm_up(workspaces.product)
+        workspaces.error = KeyError() if fails and graph is graphs[0] else None
+        with contextlib.suppress(KeyError):
+            graph.capture(workspaces.product)
+        workspaces.error = None
+        graph.warm_up(workspaces.product)  # outside of the graph's memory
+        workspaces.clear()
+    assert [memory.pool for memory in workspaces.used] == [1, 2]
+    assert not any(memory.is_freed for memory in workspaces.used)
 
-    def work() -> None:
-        cuda.calls.append("work")
-        if fails:
-            stop()
 
-    with contextlib.suppress(KeyError):
-        CudaGraph(DEVICE).capture(work)
-    assert [call for call in cuda.calls if "clear" in call or call == "work"] == [
-        "clear, 0 recording",
-        "work",
-        "clear, 0 recording",
-    ]
+@pytest.mark.quick
+@pytest.mark.parametrize("by_an_extension", [False, True])
+def test_a_graph_of_others_keeps_its_workspaces_where_each_call_has_its_own(
+    by_an_extension: bool, workspaces: Workspaces, cuda: Cuda
+) -> None:
+    """Where they are the process's, a capture frees those that somebody's graph uses, as this package's README says."""
+    stream, theirs = Stream(), cuda.CUDAGraph()
+    with cuda.stream(stream):
+        workspaces.product(by_an_extension=by_an_extension)
+    with cuda.graph(theirs, stream=stream, capture_error_mode="thread_local", pool=9):
+        workspaces.product(by_an_extension=by_an_extension)
+    CudaGraph(DEVICE).capture(workspaces.product)
+    assert [memory.is_freed for memory in workspaces.used] == [workspaces.are_cached, False]
 
 
 def test_after_a_capture_that_cuda_ended_another_can_begin(cuda: Cuda) -> None:
@@ -231,3 +303,27 @@ def test_released_graphs_are_freed_once(cuda: Cuda) -> None:
     graph.release()
     graph.release()
     assert cuda.calls == ["synchronize", "reset"]
+
+
+class _Scaled(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.tensor([float(i) for i in range(97)])  # too many for code to name each
+
+
+def test_dynamos_reset_frees_no_constant_that_a_graph_of_a_compiled_model_reads() -> None:
+    """They belong to the code that was made, which stays in the process; a graph has their addresses alone."""
+
+    def constants() -> list[torch.Tensor]:
+        found = [x for x in gc.get_objects() if type(x) is torch.Tensor and x.shape == (97,)]
+        return [x for x in found if x.dtype == torch.float32 and float(x.detach()[-1]) == 96.0]
+
+    model = torch.compile(_Scaled())
+    assert float(model(torch.ones(97)).sum()) == 96 * 97 / 2
+    gc.collect()
+    before = {x.data_ptr() for x in constants()}
+    torch._dynamo.reset()
+    del model
+    gc.collect()
+    after = {x.data_ptr() for x in constants()}
+    assert after
+    assert after <= before

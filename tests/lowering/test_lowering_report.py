@@ -311,7 +311,7 @@ def test_an_operator_and_a_wait_are_seen() -> None:
     with fake_cuda(90), recording("cuda") as recorder:
         x = torch.zeros(3, device="cuda")
         x.add_(1)
-        torch.ones(3).to("cuda:0")
+        torch.ones(3, device="cpu").to("cuda:0")
         with pytest.raises(Exception, match="_local_scalar_dense"):
             x[0].item()
         x.view(3, 1)
@@ -327,7 +327,7 @@ def test_a_bound_on_the_host_is_taken_over_without_a_copy() -> None:
     with fake_cuda(90), recording("cuda") as recorder:
         param = torch.empty(8, device="cuda", requires_grad=True)
         param.grad = torch.empty_like(param)
-        bound = torch.tensor(0.5)
+        bound = torch.tensor(0.5, device="cpu")
         optimizer = co.SGD([param], max_grad_norm=bound, lowering="multi_tensor")
         optimizer.step()
         recorder.take()
@@ -472,7 +472,7 @@ def test_mixed_shapes_and_gpt2s_are_those() -> None:
 def test_what_cuda_graphs_do_not_hold_is_counted(crosses: bool) -> None:
     with fake_cuda(90), recording("cuda") as recorder:
         x = torch.zeros(64, device="cuda")
-        host = torch.zeros(64)
+        host = torch.zeros(64, device="cpu")
 
         @torch.compile(mode="reduce-overhead")
         def step() -> None:

@@ -362,7 +362,7 @@ def give(side: Side, i: int, absent: int = 0, keep: bool = False) -> None:
     """Gradients of step ``i``: new tensors, or written into the old ones; every ``absent``-th is None."""
     generator = torch.Generator().manual_seed(i)
     for k, p in enumerate(side.params):
-        value = torch.randn(p.shape, generator=generator, dtype=torch.float32).to(p)
+        value = torch.randn(p.shape, generator=generator, device="cpu", dtype=torch.float32).to(p)
         if (absent and (k + i) % absent == 0) or not p.requires_grad:
             p.grad = None
         elif keep and p.grad is not None:

@@ -277,7 +277,7 @@ def parameters(dtype: torch.dtype, seed: int = 0, large: tuple[int, int] = LARGE
     """Parameters of many shapes: 0-dim, empty, small, ``large``, and one in channels-last order."""
     generator = torch.Generator().manual_seed(seed)
     shapes = [large if shape == LARGE else shape for shape in SHAPES]
-    tensors = [torch.randn(shape, dtype=dtype, generator=generator) for shape in shapes]
+    tensors = [torch.randn(shape, dtype=dtype, generator=generator, device="cpu") for shape in shapes]
     tensors[-1] = tensors[-1].contiguous(memory_format=torch.channels_last)
     return [torch.nn.Parameter(t) for t in tensors]
 
@@ -296,7 +296,7 @@ def give_gradients(params: list[torch.nn.Parameter], twins: list[torch.nn.Parame
     """The same new random gradients for both lists; every ``absent``-th tensor gets none, another one each time."""
     generator = torch.Generator().manual_seed(1000 + seed)
     for i, (param, twin) in enumerate(zip(params, twins, strict=True)):
-        grad = torch.randn(param.shape, dtype=param.dtype, generator=generator)
+        grad = torch.randn(param.shape, dtype=param.dtype, generator=generator, device="cpu")
         if absent and (i + seed) % absent == 0:
             param.grad = twin.grad = None
         else:
@@ -306,7 +306,7 @@ def give_gradients(params: list[torch.nn.Parameter], twins: list[torch.nn.Parame
 def sparse_rows(grad: torch.Tensor, seed: int) -> torch.Tensor:
     """A sparse gradient of half the rows of ``grad``: each twice, once, or in a coalesced tensor, by ``seed``."""
     generator = torch.Generator().manual_seed(seed)
-    rows = torch.randperm(len(grad), generator=generator)[: (len(grad) + 1) // 2]
+    rows = torch.randperm(len(grad), generator=generator, device="cpu")[: (len(grad) + 1) // 2]
     index = torch.cat([rows, rows.flip(0)]) if seed % 3 == 0 else rows
     made = torch.sparse_coo_tensor(index[None], grad[index], grad.shape, check_invariants=True)
     return made.coalesce() if seed % 3 == 1 else made

@@ -117,7 +117,7 @@ class GPUCase:
         """Those of four steps. An optimizer that skips steps has an infinite one in the second."""
         generator = torch.Generator().manual_seed(1)
         for step in range(4):
-            grads = [torch.randn(shape, generator=generator).to(self.dtype) for shape in self.shapes]
+            grads = [torch.randn(shape, generator=generator, device="cpu").to(self.dtype) for shape in self.shapes]
             if step == 1 and "skip_nonfinite" in self.options:
                 grads[1][7] = float("inf")
             yield grads

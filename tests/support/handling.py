@@ -16,7 +16,7 @@ STEPS = 3
 
 
 def _values(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _off_by_one(tensor: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,9 @@ BATCHES = [(3,), (2, 3)]
 def matrices(shape: tuple[int, ...], columns: int, *, turned: bool) -> Tensor:
     """Random bfloat16 matrices, which may lie in memory as the transposed ones."""
     generator = torch.Generator().manual_seed(columns)
-    x = torch.randn((*shape[:-1], columns, shape[-1]) if turned else (*shape, columns), generator=generator).bfloat16()
+    x = torch.randn(
+        (*shape[:-1], columns, shape[-1]) if turned else (*shape, columns), generator=generator, device="cpu"
+    ).bfloat16()
     return x.mT if turned else x
 
 

@@ -61,7 +61,7 @@ class Case:
 def _tensors(dtype: torch.dtype, seed: int, device: str, whole: bool) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     shapes = {**_SHAPES, "ragged": (1088,), "unaligned": (1088,)} if whole else _SHAPES
-    made = {name: torch.randn(*shape, generator=generator).to(device, dtype) for name, shape in shapes.items()}
+    made = {name: torch.randn(*shape, generator=generator, device="cpu").to(device, dtype) for name, shape in shapes.items()}
     return made | {"unaligned": _shifted(made["unaligned"])}
 
 

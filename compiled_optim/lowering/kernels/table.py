@@ -109,7 +109,7 @@ class HyperPointers:
                 if self._device.type == "cpu":
                     self.pointers.numpy()[:] = pointers
                 else:
-                    _copy(torch.tensor(pointers, dtype=torch.int64), self.pointers)
+                    _copy(torch.tensor(pointers, dtype=torch.int64, device="cpu"), self.pointers)
             self._copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
             self._tensors = tensors
             self._written = pointers
@@ -217,7 +217,7 @@ class GradientPointers:
     def reserve(self, steps: int) -> None:
         """Let :attr:`reserved` be at least ``steps``."""
         while len(self._spares) < steps:
-            host = torch.empty_like(self._own, device="cpu")
+            host = torch.empty(self._own.shape, dtype=torch.int64, device="cpu")
             self._spares.append((torch.empty_like(self._own), host.pin_memory() if self._own.is_cuda else host))
 
     def _capture(self) -> None:
