@@ -2,7 +2,7 @@
 
 Accesses whose address depends on the thread belong to elements; the others read a table, once per program. Where several
 threads access one address, as they do where elements share a number, memory moves it once. The path that counts is the one
-with the most accesses of 16 bytes and the fewest masked ones, on which a program finds a whole chunk of elements, well aligned.
+with the most accesses of 16 bytes and the fewest masked ones: there, a program finds a whole chunk of elements, well aligned.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ def read(ptx: str) -> Kernel:
     in_turns = sum(any(n in turn for turn in turns) for n in wide)
     extern = re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
     full_path = [a for i in path if (a := accesses[i])]
-    return Kernel(threads, [a for a in accesses if a], full_path, operations, barriers, (in_turns, len(wide) - in_turns), tuple(extern))
+    return Kernel(
+        threads, [a for a in accesses if a], full_path, operations, barriers, (in_turns, len(wide) - in_turns), tuple(extern)
+    )
 
 
 def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> list[int]:

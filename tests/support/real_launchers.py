@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 import json
 import os
 import re
@@ -150,11 +151,9 @@ def noting(kind: type) -> type:
             data, ends = ctypes.string_at(ctypes.addressof(found) + _Launch.given.offset, 4096), [0]
             for size in sizes:
                 ends.append(ends[-1] + size)
-            parameters = [data[a:b] for a, b in zip(ends, ends[1:], strict=False)]
+            parameters = [data[a:b] for a, b in itertools.pairwise(ends)]
             name = self.source.fn.__name__
-            last[:] = [
-                Launched(name, (*found.numbers,), found.stream, found.function, parameters, self.source, given[9:])
-            ]
+            last[:] = [Launched(name, (*found.numbers,), found.stream, found.function, parameters, self.source, given[9:])]
 
     return Noting
 
@@ -238,7 +237,7 @@ def main() -> None:
     triton_stacks.tiling_of = lambda device: symmetric.TILINGS[9, 0]
     for module in (lowering, triton_stacks, symmetric):
         module.launcher = both_ways(module.launcher)
-    with mock.patch.object(torch.cuda, "is_available", lambda: True):
+    with mock.patch.object(torch.cuda, "is_available", return_value=True):
         driver = CudaDriver()
     driver.get_current_stream, driver.get_current_device = (lambda index: STREAM), (lambda: 0)
     driver.get_device_capability = lambda device=0: (9, 0)

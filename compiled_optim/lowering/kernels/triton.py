@@ -124,13 +124,8 @@ def by_size(square_sum, if_large, otherwise, if_small):
 
 
 @triton.jit
-def in_rows(x, row: tl.constexpr):
-    return tl.reshape(x, [x.numel // row, row])
-
-
-@triton.jit
 def row_sums(x, row: tl.constexpr):
-    return tl.sum(in_rows(x, row), axis=1)
+    return tl.sum(tl.reshape(x, [x.shape[0] // row, row]), axis=1)
 
 
 # In float64, of at most 256 numbers each, which are added up in float32: in a larger unit where it would overflow.
@@ -146,10 +141,10 @@ def sums_along(x, axis: tl.constexpr):
 
 @triton.jit
 def sums_of_rows(x, row: tl.constexpr):
-    return sums_along(in_rows(x, row), 1)
+    return sums_along(tl.reshape(x, [x.numel // row, row]), 1)
 
 
-# In float64, for ``row`` elements each. Squares are in float32: large and small ones in units that bring them into its range.
+# In float64, for ``row`` elements each. Squares are in float32: large and small ones in units of its range.
 @triton.jit
 def square_sums_of_rows(x, row: tl.constexpr):
     x = x if x.dtype == tl.float64 else x.to(tl.float32)
@@ -261,7 +256,11 @@ def _each_block(
         index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
         loads = [path.load(array, program.compute) for array in program.arrays]
         turns = [f"for offset in range(0, left, {path.size}):"] * (path.start != "start")
-        found = [f"lane = {'offset + ' * len(turns)}tl.arange(0, {path.size})", f"inside = lane < {left}", "at = start + lane"]
+        found = [
+            f"lane = {'offset + ' * len(turns)}tl.arange(0, {path.size})",
+            f"inside = lane < {left}",
+            "at = start + lane",
+        ]
         lines = [*found, *index, *loads, "grad = factor * grad", *written.lines, *each]
         return indented([*before, *turns, *(_INDENT * len(turns) + line for line in lines), *after], _INDENT * 3)
 
