@@ -2,7 +2,7 @@
 
 Accesses whose address depends on the thread belong to elements; the others read a table, once per program. Where several
 threads access one address, as they do where elements share a number, memory moves it once. The path that counts is the one
-with the most accesses of 16 bytes and the fewest masked ones: there, a program finds a whole chunk of elements, well aligned.
+with the most accesses of 16 bytes and the fewest masked ones, where a program finds a whole, well aligned chunk of elements.
 """
 
 from __future__ import annotations
