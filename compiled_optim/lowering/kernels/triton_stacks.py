@@ -100,7 +100,7 @@ def {name}({given}):
 """
 """A program updates a part of one tensor, in which ``right`` of them are side by side, and ``down`` below each other.
 
-Addresses of elements that are accessed one by one take registers, and so does what becomes of codes. A tile is half as high
+Addresses of elements that are accessed one by one take registers, and so do codes, and many arrays. A tile is half as high
 where there are such, and half as high again where there are both.
 """
 
@@ -164,7 +164,7 @@ class StackSource(Schedule):
             addresses="".join(f", {name}_address" for name in arrays),
             found=indented(found, "        "),
             all=" | ".join(f"{name}_address" for name in arrays) or "0",
-            rows=_ROWS if all(self.dtypes[name].is_floating_point for name in arrays) else _ROWS // 2,
+            rows=_ROWS if len(arrays) < 5 and all(self.dtypes[n].is_floating_point for n in arrays) else _ROWS // 2,
             height=_LANES // _COLUMNS if outer is None else _HEIGHT,
             **{"before": indented(before, "    "), "body": indented(body, "        "), "after": indented(after, "    ")},
         )
