@@ -164,7 +164,7 @@ class StackSource(Schedule):
             addresses="".join(f", {name}_address" for name in arrays),
             found=indented(found, "        "),
             all=" | ".join(f"{name}_address" for name in arrays) or "0",
-            rows=_ROWS if len(arrays) < 5 and all(self.dtypes[n].is_floating_point for n in arrays) else _ROWS // 2,
+            rows=_ROWS if len(arrays) < 4 and all(self.dtypes[n].is_floating_point for n in arrays) else _ROWS // 2,
             height=_LANES // _COLUMNS if outer is None else _HEIGHT,
             **{"before": indented(before, "    "), "body": indented(body, "        "), "after": indented(after, "    ")},
         )
