@@ -238,6 +238,10 @@ class KernelStackLowering(MultiTensorLowering):
         super().prepare(grads, captures)
         self._is_captured = self.plan.device in captures
 
+    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
+        self._is_captured = False
+        return super().resumes(grads, state=state, keep_alive=keep_alive)
+
     def copy_gradients_for_graph(self) -> None:
         self._is_captured = True  # next, though no graph is being captured yet; the table says where gradients are
 

@@ -2,7 +2,7 @@
 
 Accesses whose address depends on the thread belong to elements; the others read a table, once per program. Where several
 threads access one address, as they do where elements share a number, memory moves it once. The path that counts is the one
-with the fewest masked accesses, on which a program finds a whole chunk of elements, well aligned.
+with the most accesses of 16 bytes and the fewest masked ones, where a program finds a whole, well aligned chunk of elements.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Kernel(NamedTuple):
     full_path: list[Access]  # those on the path with element accesses and the fewest masked ones
     operations: int  # on that path, of a thread: instructions from the first element on, without moves and addresses
     barriers: int  # how often the threads of a program wait for each other on that path, as to exchange numbers
+    float64: tuple[int, int]  # of the operations on that path, those in float64: in a turn of its loops, and around them
     extern: tuple[str, ...]  # functions that it calls and does not contain
 
 
@@ -92,9 +93,15 @@ def read(ptx: str) -> Kernel:
     barriers = sum(lines[i][2].startswith("bar.sync") for i in path)
     first = next((n for n, i in enumerate(path) if (a := accesses[i]) and a.elementwise), len(path))
     operations = sum(_ARITHMETIC.match(lines[i][2]) is not None for i in path[first:])
+    labels = {lines[i][0]: n for n, i in enumerate(path) if lines[i][0]}
+    turns = [range(labels[lines[i][3]], n) for n, i in enumerate(path) if lines[i][2][:3] == "bra" and lines[i][3] in labels]
+    wide = [n for n, i in enumerate(path) if ".f64" in lines[i][2] and not lines[i][2].startswith("selp")]
+    in_turns = sum(any(n in turn for turn in turns) for n in wide)
     extern = re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
     full_path = [a for i in path if (a := accesses[i])]
-    return Kernel(threads, [a for a in accesses if a], full_path, operations, barriers, tuple(extern))
+    return Kernel(
+        threads, [a for a in accesses if a], full_path, operations, barriers, (in_turns, len(wide) - in_turns), tuple(extern)
+    )
 
 
 def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> list[int]:
@@ -103,19 +110,20 @@ def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> l
     labels = {label: i for i, (label, *_) in enumerate(lines) if label}
     starts = {*labels.values(), len(lines)}
     ends = [i for i, jump in enumerate(jumps) if jump or i + 1 in starts]
-    known: dict[int, tuple[bool, int, int, int, list[int]]] = {}
+    known: dict[int, tuple[bool, int, int, int, int, list[int]]] = {}
 
-    def best(start: int) -> tuple[bool, int, int, int, list[int]]:
-        """The way from a line on: with element accesses, then with the fewest masked ones, then with most bytes."""
+    def best(start: int) -> tuple[bool, int, int, int, int, list[int]]:
+        """The way from a line on: with element accesses, then most of 16 bytes, fewest masked ones, and most bytes."""
         if start not in known:
-            known[start] = (False, 0, 0, -1, [])  # of an edge back to this line
+            known[start] = (False, 0, 0, 0, -1, [])  # of an edge back to this line
             end = ends[bisect.bisect_left(ends, start)]
             following = [labels[lines[end][3]]] if lines[end][3] in labels else []
             following += [end + 1] if end + 1 < len(lines) and (lines[end][1] or not jumps[end]) else []
-            has, unmasked, moved, _, path = max(map(best, following), default=known[start])
+            has, wide, unmasked, moved, _, path = max(map(best, following), default=known[start])
             own = [a for a in accesses[start : end + 1] if a and a.elementwise]
-            unmasked, moved = unmasked - sum(a.masked for a in own), moved + sum(a.bytes for a in own)
-            known[start] = (has or bool(own), unmasked, moved, start, [*range(start, end + 1), *path])
+            wide, unmasked = wide + sum(a.bytes == 16 for a in own), unmasked - sum(a.masked for a in own)
+            moved += sum(a.bytes for a in own)
+            known[start] = (has or bool(own), wide, unmasked, moved, start, [*range(start, end + 1), *path])
         return known[start]
 
     return best(0)[-1]

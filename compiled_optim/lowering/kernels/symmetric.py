@@ -46,7 +46,7 @@ def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is
 
 # A tile of x @ x.mT and the mirrored one, or of a + b * x + c * x @ x of symmetric x. One on the diagonal is symmetric:
 # both elements add the same products in one order. As many matrices, one after the other, have the same numbers.
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["a", "b", "c"])
 def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_turned: tl.constexpr, is_quadratic: tl.constexpr,
                       by_index: tl.constexpr, block: tl.constexpr, depth: tl.constexpr):
     place, matrix = tl.program_id(0), tl.program_id(1)

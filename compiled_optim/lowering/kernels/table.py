@@ -347,7 +347,7 @@ class KernelTensors:
     ``tensors`` are the rows for all of the plan. ``expressions`` is the most that a reduction returns.
 
     Attributes:
-        reduce_blocks: (blocks, 2) int64, the same of the blocks whose squares are added up.
+        reduce_blocks: (blocks, 2) int64, the same of the blocks for which squares and the rule's sums are added up.
         square_sums: float64, written: the partial sums of the squares of the gradients.
         ranges: (tensors, 4) int64: a tensor, its first block, the one after its last, and its number of real elements: at
             least 1, and of a DTensor in all shards.
@@ -368,11 +368,11 @@ class KernelTensors:
         self._gradients = gradients
         device, numels = tensors.device, [real_numel(plan.members[i].param) for i in positions]
         self.elements = sum(numels)
-        blocks, ranges = blocks_of(positions, numels, kernel.block)
-        self.blocks = upload(blocks, device)
+        self.blocks = upload(blocks_of(positions, numels, kernel.block)[0], device)
+        blocks, ranges = blocks_of(positions, numels, kernel.reduce_block)
+        self.reduce_blocks = upload(blocks, device)
         self.ranges = upload(np.column_stack([positions, ranges, [plan.counts[i] for i in positions]]), device)
-        self.reduce_blocks = upload(blocks_of(positions, numels, kernel.reduce_block)[0], device)
-        self.sums = torch.empty(expressions, len(self.blocks), dtype=torch.float64, device=device)
+        self.sums = torch.empty(expressions, len(self.reduce_blocks), dtype=torch.float64, device=device)
         self.square_sum_count = min(len(self.reduce_blocks), kernel.most_sums)
         self.square_sums = torch.empty(0, dtype=torch.float64, device=device)
         self.launches = Launches()
@@ -441,19 +441,19 @@ class Kernel(abc.ABC):
 
         For a DTensor it is the local shard's share of the mean.
         """
-        self._launch(f"sums{stage}", table, lambda: self._updated(table, coefficients, table.sums))
+        self._launch(f"sums{stage}", table, lambda: self._updated(table, table.reduce_blocks, coefficients, table.sums))
 
         def arguments() -> Arguments:
             places = self._stages[stage].sums
             tensors = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
-            counts = len(table.blocks), coefficients.inputs.shape[1], 1 + places.start
+            counts = len(table.reduce_blocks), coefficients.inputs.shape[1], 1 + places.start
             return (len(table.ranges), places.stop - places.start), 0, tensors, counts
 
         self._launch("average", table, arguments, stage)
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Update the tensors that have a gradient, with the coefficients in their columns."""
-        self._launch("update", table, lambda: self._updated(table, coefficients))
+        self._launch("update", table, lambda: self._updated(table, table.blocks, coefficients))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Evaluate, then update: in one call where that is faster."""
@@ -467,9 +467,9 @@ class Kernel(abc.ABC):
         return (-(-count // TENSORS),), 0, tables, (count, table.all_square_sums.numel(), int(table.leads))
 
     @staticmethod
-    def _updated(table: TensorTable, coefficients: CoefficientTable, *sums: Tensor) -> Arguments:
-        tables = table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients, *sums
-        return (len(table.blocks),), table.elements, tables, (table.grads.numel(), coefficients.inputs.shape[1])
+    def _updated(table: TensorTable, blocks: Tensor, coefficients: CoefficientTable, *sums: Tensor) -> Arguments:
+        tables = table.tensors, table.grads, blocks, coefficients.outcome, coefficients.coefficients, *sums
+        return (len(blocks),), table.elements, tables, (table.grads.numel(), coefficients.inputs.shape[1])
 
 
 def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Longs, Longs]:

@@ -29,10 +29,12 @@ from compiled_optim.rule.symbols import Dialect
 BLOCK = 1024  # elements of a block, updated by one program
 NARROW = 512  # elements of a block that are updated at a time where they are accessed one by one, which takes registers
 REDUCE_BYTES = (
-    16384  # bytes of a gradient whose squares a program adds up at a time: the memory's latency is paid once for all
+    16384  # bytes of a gradient for which a program adds up squares or a rule's sums: the memory's latency is paid once
 )
+ROW = 4  # numbers that sums add up in float32, which one thread has: most GPUs are slow in float64
 WARPS = 4
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}  # the bits of a step depend on how multiply-adds are contracted
+_OWN_OPTIONS = {"evaluate": {"num_warps": 1}}  # it computes for 32 tensors, whose float64 numbers more warps would repeat
 REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _EXPRESSIONS = {
@@ -64,7 +66,7 @@ WORDS = (
 import triton
 import triton.language as tl
 
-BLOCK, NARROW, TENSORS, GROUP = map(tl.constexpr, ({BLOCK}, {NARROW}, {TENSORS}, {GROUP}))
+BLOCK, NARROW, TENSORS, GROUP, ROW = map(tl.constexpr, ({BLOCK}, {NARROW}, {TENSORS}, {GROUP}, {ROW}))
 """
     + "".join(f"\n\n@triton.jit\ndef {head}:\n    return {body}\n" for head, body in _EXPRESSIONS.items())
     + """
@@ -126,8 +128,23 @@ def row_sums(x, row: tl.constexpr):
     return tl.sum(tl.reshape(x, [x.shape[0] // row, row]), axis=1)
 
 
-# In float64, for ``row`` elements each. Most GPUs are slow in float64, so squares are in float32: large and small ones in
-# units that bring them into its range.
+# In float64, of at most 256 numbers each, which are added up in float32: in a larger unit where it would overflow.
+@triton.jit
+def sums_along(x, axis: tl.constexpr):
+    plain = tl.sum(x, axis=axis)
+    is_finite = tl.abs(plain) < 2.0**127
+    if x.dtype == tl.float64:
+        return plain
+    sums = tl.where(is_finite, plain, tl.sum(x * 2.0**-8, axis=axis))
+    return sums.to(tl.float64) * tl.where(is_finite, tl.cast(1.0, tl.float64), 2.0**8)
+
+
+@triton.jit
+def sums_of_rows(x, row: tl.constexpr):
+    return sums_along(tl.reshape(x, [x.numel // row, row]), 1)
+
+
+# In float64, for ``row`` elements each. Squares are in float32: large and small ones in units of its range.
 @triton.jit
 def square_sums_of_rows(x, row: tl.constexpr):
     x = x if x.dtype == tl.float64 else x.to(tl.float32)
@@ -175,7 +192,8 @@ def source(key: KernelKey) -> str:
     if key.rule.granularity != "element":
         return text + _square_sums(key.dtypes[1])
     program = Program(key, dialect)
-    means = "".join(_means(program, *means) for means in program.means.items())
+    size = REDUCE_BYTES // key.dtypes[1].itemsize
+    means = "".join(_means(program, *means, size) for means in program.means.items())
     return text + means + (_AVERAGE if means else "") + _square_sums(key.dtypes[1]) + _update(program)
 
 
@@ -220,19 +238,31 @@ class _Path(NamedTuple):
         return f"narrow({array.address}, {dtype_name(array.dtype)}), {self.start}, {self.left}"
 
 
-def _each_block(program: Program, name: str, written: Written, results: Callable[[_Path], list[str]], **around: str) -> str:
-    """A kernel that does what is ``written`` for the elements of a block, and last, on each path, ``results``.
+def _each_block(
+    program: Program, name: str, written: Written, size: str, results: Callable[[_Path], Sequence[list[str]]], **more: str
+) -> str:
+    """A kernel that does what is ``written`` for the elements of a block, which has ``size`` of them.
 
-    There is more ``around`` it.
+    ``results`` are what it does on each path before that, last for some elements, and after all of them.
     """
     elementwise = [a for a in program.arrays if not a.grouped]
-    wide = _Path("start", "left", "BLOCK", 16 // max(a.dtype.itemsize for a in elementwise if a.row is not None))
-    narrow = _Path("start + offset", "left - offset", "NARROW", 1)
+    part = ("start + offset", "left - offset")
+    wide_row = 16 // max(a.dtype.itemsize for a in elementwise if a.row is not None)
+    wide = _Path(*(("start", "left") if size == "BLOCK" else part), "BLOCK", wide_row)
+    lanes = 16 // min(array.dtype.itemsize for array in elementwise)  # which fill 16 bytes, or more of them, in each
 
-    def along(path: _Path, level: int) -> str:
+    def along(path: _Path, left: str) -> str:
+        before, each, after = results(path)
         index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
         loads = [path.load(array, program.compute) for array in program.arrays]
-        return indented([*index, *loads, "grad = factor * grad", *written.lines, *results(path)], _INDENT * level)
+        turns = [f"for offset in range(0, left, {path.size}):"] * (path.start != "start")
+        found = [
+            f"lane = {'offset + ' * len(turns)}tl.arange(0, {path.size})",
+            f"inside = lane < {left}",
+            "at = start + lane",
+        ]
+        lines = [*found, *index, *loads, "grad = factor * grad", *written.lines, *each]
+        return indented([*before, *turns, *(_INDENT * len(turns) + line for line in lines), *after], _INDENT * 3)
 
     rows = ["grads + 0" if a.row is None else f"tensors + {a.row}" for a in program.arrays]
     before = [f"{a.address} = tl.load({row} * count + t)" for a, row in zip(program.arrays, rows, strict=True)]
@@ -244,27 +274,28 @@ def _each_block(program: Program, name: str, written: Written, results: Callable
         name=name,
         numel=NUMEL,
         addresses=" | ".join(array.address for array in elementwise),
-        lanes=16 // min(array.dtype.itemsize for array in elementwise),  # which fill 16 bytes, or more of them, in each
+        lanes=lanes,
         numbers=indented(before, _INDENT * 2),
-        wide=along(wide, 3),
-        narrow=along(narrow, 4),
-        **{"sums": "", "before": "", "after": "", **around},
+        size=size,
+        wide=along(wide, f"left // {lanes} * {lanes}  # left itself, now known to be a multiple"),
+        narrow=along(_Path(*part, "NARROW", 1), "left"),
+        **{"sums": "", "after": "", **more},
     )
 
 
-def _means(program: Program, stage: int, written: Written) -> str:
-    chosen = [f"tl.where(inside, {expression}, 0.0).to(tl.float64)" for expression in written.results.values()]
-    count = range(len(chosen))
+def _means(program: Program, stage: int, written: Written, size: int) -> str:
+    chosen = dict(enumerate(f"tl.where(inside, {value}, 0.0)" for value in written.results.values()))
 
-    def add(path: _Path) -> list[str]:
-        if path.size == "BLOCK":
-            return [f"sum{i} = tl.sum({value}, axis=0)" for i, value in enumerate(chosen)]
-        return [f"lanes{i} += {value}" for i, value in enumerate(chosen)]
+    def add(path: _Path) -> Sequence[list[str]]:
+        lanes = f"{path.size.lower()}_sums"
+        return (
+            [f"{lanes}{i} = tl.zeros([{path.size} // ROW], tl.float64)" for i in chosen],
+            [f"{lanes}{i} += sums_of_rows({value}, ROW)" for i, value in chosen.items()],
+            [f"sum{i} = tl.sum({lanes}{i}, axis=0)" for i in chosen],
+        )
 
-    before = indented([f"lanes{i} = tl.zeros([NARROW], tl.float64)" for i in count], _INDENT * 3)
-    after = indented([f"sum{i} = tl.sum(lanes{i}, axis=0)" for i in count], _INDENT * 3) + "\n"
-    after += indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in count], _INDENT * 2)
-    return _each_block(program, f"sums{stage}", written, add, sums=", sums", before=before, after=after)
+    after = indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in chosen], _INDENT * 2)
+    return _each_block(program, f"sums{stage}", written, str(size), add, sums=", sums", after=after)
 
 
 def _square_sums(grad: torch.dtype) -> str:
@@ -283,7 +314,8 @@ def _square_sums(grad: torch.dtype) -> str:
 
 
 def _update(program: Program) -> str:
-    return _each_block(program, "update", program.update, lambda path: [path.store(*new) for new in program.new_elements()])
+    new = program.new_elements()
+    return _each_block(program, "update", program.update, "BLOCK", lambda path: ([], [path.store(*a) for a in new], []))
 
 
 _EVALUATION = """
@@ -316,20 +348,12 @@ def {name}(tensors, grads, blocks, outcome, coefficients{sums}, count, columns):
     block = tl.program_id(0)
     t = tl.load(blocks + 2 * block)
     if (tl.load(grads + t) != 0) & (tl.load(outcome + 1) == 0):
-        start = tl.load(blocks + 2 * block + 1) * BLOCK
-        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, BLOCK).to(tl.int32)
+        start = tl.load(blocks + 2 * block + 1) * {size}
+        left = tl.minimum(tl.load(tensors + {numel} * count + t) - start, {size}).to(tl.int32)
 {numbers}
         if (({addresses}) % 16 == 0) & (left % {lanes} == 0):
-            lane = tl.arange(0, BLOCK)
-            inside = lane < left // {lanes} * {lanes}  # left itself, now known to be a multiple
-            at = start + lane
 {wide}
         else:
-{before}
-            for offset in range(0, left, NARROW):
-                lane = offset + tl.arange(0, NARROW)
-                inside = lane < left
-                at = start + lane
 {narrow}
 {after}
 """
@@ -394,7 +418,7 @@ class TritonKernel(Kernel):
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
         if not all(programs):
             return lambda: None
-        return prepared(getattr(self._module, name), programs, tensors, counts)
+        return prepared(getattr(self._module, name), programs, tensors, counts, **_OWN_OPTIONS.get(name, {}))
 
 
 def load(text: str) -> ModuleType:
@@ -464,10 +488,10 @@ def launcher(
     return launch
 
 
-def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints) -> Launch:
+def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints, **options: int) -> Launch:
     """A :func:`launcher` with its tensors and counts."""
     addresses = list(map(Tensor.data_ptr, tensors))
-    launch = launcher(function, grid, tensors, counts, tensors[0].device, addresses=addresses)
+    launch = launcher(function, grid, tensors, counts, tensors[0].device, addresses=addresses, **options)
     return lambda: launch(tensors, counts)
 
 

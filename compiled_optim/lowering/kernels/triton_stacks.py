@@ -24,8 +24,9 @@ from compiled_optim.rule.symbols import Dialect
 
 Values: TypeAlias = dict[str, Tensor]
 
-_ROWS, _COLUMNS, _STEPS = 8, 256, 8  # of a tile; a program takes several, one below the other
-_LANES = 2048  # elements of a tile that has one row
+_ROWS, _COLUMNS = 8, 256  # of a tile
+_HEIGHT, _LANES = 64, 8 * _COLUMNS  # rows that a program updates, one tile after the other; elements, where there is one row
+_ROW = 16  # numbers of a row that its sum adds up in float32: several threads, which exchange few float64 numbers then
 _ADDED = 2048  # partial sums that a program adds up at a time
 _NUMBER = r"T\(numbers\[(\d+)\]\)"  # how an expression names a constant
 _GIVEN = ("tensors", "grads", "index", "outcome", "coefficients", "numbers")
@@ -77,11 +78,10 @@ def add(partial, out, copies, numel, high: tl.constexpr, wide: tl.constexpr):
 _LOOP = """
 
 @triton.jit
-def {name}_tile({given}, column, t{addresses}, ALIGNED: tl.constexpr):
+def {name}_tile({given}, column, t{addresses}, ALIGNED: tl.constexpr, ROWS: tl.constexpr):
     right_of, below = tl.program_id(0) % right, tl.program_id(0) // right % down
-    lane = right_of * {columns} + tl.arange(0, {columns})[None, :]
 {before}
-    for step in range(0, {steps}):
+    for step in range(0, {height} // ROWS):
 {body}
 {after}
 
@@ -94,11 +94,15 @@ def {name}({given}):
     if (grad_address != 0) & (tl.load(outcome + 1) == 0):
 {found}
         if ({all}) % 16 == 0:
-            {name}_tile({given}, column, t{addresses}, True)
+            {name}_tile({given}, column, t{addresses}, True, {rows})
         else:
-            {name}_tile({given}, column, t{addresses}, False)
+            {name}_tile({given}, column, t{addresses}, False, {rows} // 2)
 """
-"""A program updates some tiles of one tensor, in which ``right`` of them are side by side, and ``down`` below each other."""
+"""A program updates a part of one tensor, in which ``right`` of them are side by side, and ``down`` below each other.
+
+Addresses of elements that are accessed one by one take registers, and so do codes, and many arrays. A tile is half as high
+where there are such, and half as high again where there are both.
+"""
 
 
 class StackSource(Schedule):
@@ -127,14 +131,15 @@ class StackSource(Schedule):
         found = [f"{n}_address = tl.load(tensors + {at[n]} * count + column)" for n in arrays if n != "grad"]
         batch = [d for d, letter in enumerate(loop.axes) if letter and d not in (outer, inner)]
         before = [f"i{d} = (tl.program_id(0) // right // down).to(tl.int64)" for d in batch]
-        before += [f"i{inner} = lane"] if inner is not None else []
         before += [f"{n} = number(coefficients, {1 + int(n[1:])} * count + column)" for n in loop.numbers]
         before += ["factor = number(coefficients, column)"] if "grad" in arrays else []
         before += [f"at_{n} = pointer({n}_address, {dtype_name(self.dtypes[n])}, ALIGNED)" for n in arrays]
-        body = []
+        first = f"right_of * {_COLUMNS}" if outer is not None else f"right_of * {_LANES} + step * ROWS * {_COLUMNS}"
+        body = [f"first = {first}", f"lane = first + tl.arange(0, {_width(outer)})[None, :]"]
+        body += [f"i{inner} = lane"] if inner is not None else []
         if outer is not None:
-            row = f"(below * {_STEPS} + step) * {_ROWS} + tl.arange(0, {_ROWS})"
-            body.append(f"i{outer} = ({row}).to(tl.int64)[:, None]")
+            before, body = before + body, []
+            body.append(f"i{outer} = (below * {_HEIGHT} + step * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]")
         body.append(f"inside = {self._mask(loop.axes, loop) or 'lane < 1'}")
         for name in loop.loads:
             value = f"tl.load({self._element(name, loop)})"
@@ -159,8 +164,8 @@ class StackSource(Schedule):
             addresses="".join(f", {name}_address" for name in arrays),
             found=indented(found, "        "),
             all=" | ".join(f"{name}_address" for name in arrays) or "0",
-            columns=_LANES if outer is None else _COLUMNS,
-            steps=1 if outer is None else _STEPS,
+            rows=_ROWS if len(arrays) < 4 and all(self.dtypes[n].is_floating_point for n in arrays) else _ROWS // 2,
+            height=_LANES // _COLUMNS if outer is None else _HEIGHT,
             **{"before": indented(before, "    "), "body": indented(body, "        "), "after": indented(after, "    ")},
         )
 
@@ -173,20 +178,24 @@ class StackSource(Schedule):
             part, copies = f"({part}) * {number} + {place}", f"{copies} * {number}"
         index, mask = self._index(step.axes, loop), self._mask(step.axes, loop)
         if step.kind == "largest":
-            width = (_LANES if outer is None else _COLUMNS) // GROUP
-            groups = f"i{inner}_of_groups = right_of * {width} + tl.arange(0, {width})[None, :]"
+            groups = f"i{inner}_of_groups = first // {GROUP} + tl.arange(0, {_width(outer)} // {GROUP})[None, :]"
             index, mask = (text.replace(f"i{inner} // {GROUP}", f"i{inner}_of_groups") for text in (index, mask))
             to = f"at_{step.name} + t * ({numel(step.axes)}) + {index}"
-            return [groups], [f"tl.store({to}, largest({step.reads[0]}, inside), mask={mask})"], []
+            return [], [groups, f"tl.store({to}, largest({step.reads[0]}, inside), mask={mask})"], []
         place = f"at_partial_{step.name} + (t * ({copies}) + {part}) * ({numel(step.axes)}) + {index}"
         mask = f", mask={mask}" * bool(mask)
-        value = f"tl.where(inside, {step.reads[0]}, 0.0).to(tl.float64)"
-        if outer is not None and step.axes[outer]:
-            value = value if inner is not None and step.axes[inner] else f"tl.sum({value}, axis=1, keep_dims=True)"
-            return [], [f"tl.store({place}, {value}{mask})"], []
-        begin = [f"{name} = tl.zeros([1, {_LANES if outer is None else _COLUMNS}], tl.float64)"]
-        total = name if inner is not None and step.axes[inner] else f"tl.sum(tl.sum({name}, axis=1), axis=0)"
-        return begin, [f"{name} += tl.sum({value}, axis=0, keep_dims=True)"], [f"tl.store({place}, {total}{mask})"]
+        value = f"tl.where(inside, {step.reads[0]}, 0.0)"
+        if outer is None or step.axes[outer]:
+            in_row = f"tl.sum(tl.reshape(sums_of_rows({value}, {_ROW}), [ROWS, {_COLUMNS // _ROW}]), axis=1, keep_dims=True)"
+            each = f"{value}.to(tl.float64)" if inner is not None and step.axes[inner] else in_row
+            if each != in_row or outer is not None:
+                return [], [f"tl.store({place}, {each}{mask})"], []
+        if inner is not None and step.axes[inner]:
+            count, sums, total = str(_COLUMNS), f"sums_along({value}, 0)", f"{name}[None, :]"
+        else:
+            count, sums, total = f"ROWS * {_COLUMNS} // ROW", f"sums_of_rows({value}, ROW)", f"tl.sum({name}, axis=0)"
+        begin = [f"{name} = tl.zeros([{count}], tl.float64)"]
+        return begin, [f"{name} += {sums}"], [f"tl.store({place}, {total}{mask})"]
 
     def _element(self, name: str, loop: Loop) -> str:
         """The place of an element, and where there is one, a mask, as arguments of a load."""
@@ -204,6 +213,11 @@ def _tiled(axes: Axes) -> tuple[int | None, int | None]:
     """The last two axes along which there are several elements: rows and columns of tiles."""
     *_, outer, inner = [None, None, *(d for d, letter in enumerate(axes) if letter)]
     return outer, inner
+
+
+def _width(outer: int | None) -> str:
+    """How many elements of a tile are side by side."""
+    return f"ROWS * {_COLUMNS}" if outer is None else str(_COLUMNS)
 
 
 def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
@@ -258,7 +272,7 @@ class StackKernels:
         if height is None:
             return -(-(width or 1) // _LANES), 1
         assert width is not None, "rows without columns"
-        return -(-width // _COLUMNS), -(-height // (_ROWS * _STEPS))
+        return -(-width // _COLUMNS), -(-height // _HEIGHT)
 
     def _loop(self, loop: Loop) -> _Part:
         (right, down), source = self._tiles(loop), self._source
