@@ -201,7 +201,7 @@ ELSEWHERE = {
     "perf/gpu others": "test_on_gpu.py",
     "perf/gpu wheels": "test_on_gpu.py",
     "perf/gpu train": "test_train.py",
-    "perf/gpu distributed": "test_distributed.py",
+    "perf/gpu distributed": "test_distributed_training.py",
 }
 """Commands that other files test."""
 
