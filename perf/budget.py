@@ -50,12 +50,16 @@ class Deadline:
 
 @dataclass(frozen=True)
 class Part:
-    """A command of Python's and the seconds it may take, ``GRACE`` among them; by default it is its own name."""
+    """A command of Python's and the seconds it may take, ``GRACE`` among them; by default it is its own name.
+
+    ``shows_fault`` is whether it is there to show a fault, so that its failure is none of the whole.
+    """
 
     seconds: float
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
     name: str = ""
+    shows_fault: bool = False
 
     def __str__(self) -> str:
         return self.name or " ".join(self.command)

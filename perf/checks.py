@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import compiled_optim as co
-from perf.competitors import CAPTURED, FUSED, OURS, SHARDED, competitor
+from perf.budget import INTERRUPTED
+from perf.competitors import CAPTURED, FUSED, OURS, SHARDED, Competitor, competitor, reason
 from perf.interrupts import let_in
 from perf.measure import Entrant, dtype_name, enter, make_gradients, make_params
 from perf.results import Row, left_out, percentiles
@@ -107,11 +109,16 @@ def sanitized(device: torch.device, tool: str = "compute-sanitizer") -> Iterator
         tool = "no tool"
     else:
         command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *command]
-    root = Path(__file__).parents[1]
-    with let_in():
-        done = subprocess.run(command, cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(done.stdout[-4000:])
-    yield [_row("checks", ODD, tool, "exit status", "", [done.returncode])]
+    try:
+        with let_in(), subprocess.Popen(command, cwd=Path(__file__).parents[1]) as process:  # which prints as it goes on
+            try:
+                status = process.wait()
+            finally:
+                process.kill()
+    except KeyboardInterrupt:
+        yield left_out("checks", ODD, "adamw", {tool: INTERRUPTED})
+        raise
+    yield [_row("checks", ODD, tool, "exit status", "", [status])]
 
 
 HOST = (OURS, CAPTURED, FUSED, SHARDED, f"{FUSED}[DTensor]")
@@ -122,8 +129,13 @@ def measure_host(workload: str, device: torch.device, *, rounds: int) -> Iterato
     grads = make_gradients(shapes(workload), device, 1)
     for name in HOST:
         samples: list[float] = []
-        with let_in():
-            entrant = enter(competitor("adamw", name), make_params(shapes(workload), device), grads)
+        try:
+            with let_in():
+                entrant = enter(competitor("adamw", name), make_params(shapes(workload), device), grads)
+        except Exception as error:  # of torch's, too, where processes do not find each other
+            traceback.print_exc()
+            yield left_out("host", workload, "adamw", {name: reason(error)})
+            continue
         take = functools.partial(_time_calls, entrant, grads, device, rounds, samples)
         rows = functools.partial(_row, "host", workload, name, "host time of a step", "us", samples)
         yield from kept(take, lambda rows=rows, samples=samples: [rows()] if samples else [])
@@ -144,22 +156,34 @@ def measure_kernels(
 ) -> Iterator[list[Row]]:
     """What torch.profiler says of the kernels of a step: microseconds; of AdamW also GB/s of what it must move."""
     grads = make_gradients(shapes(workload), device, 1)
-    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     for name in (OURS, *competitors):
-        with let_in():
-            entrant = enter(competitor(optimizer, name), make_params(shapes(workload), device), grads)
-            with torch.profiler.profile(activities=[activity]) as profile:
-                for _ in range(rounds):
-                    entrant.take(grads, "same")
-                    entrant.optimizer.step()
-                synchronize(device)
-            events = [(e.key, _self_time(e, device) / rounds, e.count / rounds) for e in profile.key_averages()]
+        try:
+            with let_in():
+                events = _profiled(competitor(optimizer, name), workload, device, grads, rounds)
+        except Exception as error:  # packages raise what they like
+            traceback.print_exc()
+            yield left_out("kernels", workload, optimizer, {name: reason(error)})
+            continue
         found = sorted((e for e in events if e[1] > 0), key=lambda e: -e[1])[:8]
         rows = [_row("kernels", workload, name, f"{key[:60]}, {n:g} launches", "us", [t], optimizer) for key, t, n in found]
         if found and optimizer == "adamw":
             moved = 28 * elements(workload) / sum(t for _, t, _ in events) / 1e3
             rows.append(_row("kernels", workload, name, f"all kernels, {dtype_name(torch.float32)}", "GB/s", [moved]))
         yield rows
+
+
+def _profiled(
+    made: Competitor, workload: str, device: torch.device, grads: Sequence[Tensor], rounds: int
+) -> list[tuple[str, float, float]]:
+    """The name of each kernel of a step, its microseconds, and how often it runs."""
+    activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
+    entrant = enter(made, make_params(shapes(workload), device), grads)
+    with torch.profiler.profile(activities=[activity]) as profile:
+        for _ in range(rounds):
+            entrant.take(grads, "same")
+            entrant.optimizer.step()
+        synchronize(device)
+    return [(e.key, _self_time(e, device) / rounds, e.count / rounds) for e in profile.key_averages()]
 
 
 def _self_time(event: object, device: torch.device) -> float:

@@ -260,6 +260,8 @@ def competitor(optimizer: str, name: str, *, traced: bool = False) -> Competitor
         own = peer.given(params)
         if issubclass(cls, compiled_optim.MuonAdamW):
             own["params"] = named(params)
+        elif "stacks" in inspect.signature(cls).parameters and any(param.dim() > 2 for param in params):
+            own |= {"params": [(f"experts.{index}", param) for index, param in enumerate(params)], "stacks": ["*"]}
         made = cls(own.pop("params"), **own, **given)
         made = peer.finish(made) or made
         if peer.compiled and not traced:
@@ -279,14 +281,13 @@ def entered(
 
     Args:
         optimizer: lower-case name.
-        names: of :data:`PEERS`.
+        names: of :data:`PEERS`, in the order in which they are to be timed.
         tensors: how many there are to step.
         traced: see :func:`competitor`.
     """
     found, reasons = [], {}
-    for name, peer in PEERS.items():
-        if name not in (OURS, *names) if names else peer.only_named:
-            continue
+    for name in dict.fromkeys([OURS, *names]) if names else [name for name, peer in PEERS.items() if not peer.only_named]:
+        peer = PEERS[name]
         try:
             cls = peer.find(optimizer)
         except ImportError as error:

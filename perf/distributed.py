@@ -44,6 +44,9 @@ DIFFERENCE = "largest difference to one process"
 TOLERANCE = 1e-9
 """How far a parameter may be off."""
 
+ROUNDED = 1e-3
+"""The same for MuonAdamW, whose products are in bfloat16: on a GPU their bits depend on how many matrices are in a call."""
+
 ROWS = 48
 """Of a batch."""
 
@@ -154,8 +157,10 @@ def measure_distributed(
     for count, name in itertools.product(processes, layouts):
         rows, why, interrupt = [], OUT_OF_TIME, None
         if device.type == "cuda" and torch.cuda.device_count() < count:
-            why = f"needs {count} GPUs, and there are {torch.cuda.device_count()}; with --device cpu it needs none"
-        elif deadline.allows_another():
+            lacking = f"needs {count} GPUs, and there are {torch.cuda.device_count()}; with --device cpu it needs none"
+            yield left_out("distributed", _workload(name, count), "adamw", {"GPUs": lacking})
+            continue
+        if deadline.allows_another():
             with tempfile.TemporaryDirectory() as folder:
                 try:
                     with let_in(), deadline.piece():
@@ -241,4 +246,5 @@ def _workload(name: str, count: int) -> str:
 
 def failed(row: Row) -> bool:
     """Whether training differs from that on one process."""
-    return row.benchmark == "distributed" and row.metric == DIFFERENCE and not row.p50 <= TOLERANCE
+    tolerance = ROUNDED if row.optimizer == "muonadamw" else TOLERANCE
+    return row.benchmark == "distributed" and row.metric == DIFFERENCE and not row.p50 <= tolerance

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import platform
 import subprocess
@@ -163,6 +164,7 @@ def device_name(device: torch.device) -> str:
     return f"{next(models, platform.processor() or platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
 
 
+@functools.cache  # an interrupt reaches git, too
 def _commit() -> str:
     """The short hash of the checkout, ``-dirty`` if anything but the results differs from it."""
 

@@ -86,8 +86,8 @@ def measured(
 ) -> Iterator[list[Row]]:
     """Rows of each way as soon as it was made and timed alone, then those of all in turn.
 
-    A way that fails has a row that says why, and the next one begins. A way begins only if it would end before the
-    ``deadline``, were it as long as the longest.
+    A way that fails has a row that says why, and the next one begins; one that fails in turn ends the turns. A way begins
+    only if it would end before the ``deadline``, were it as long as the longest.
 
     Args:
         table: what times become.
@@ -129,10 +129,14 @@ def measured(
         yield found + table.alone(name, samples[name])
     if not calls:
         return
-    samples = {name: [] for name in calls}
+    samples, now = {name: [] for name in calls}, [""]
     try:
         with let_in():
-            _take(samples, calls, device, rounds, warmup, clock, deadline)
+            _take(samples, calls, device, rounds, warmup, clock, deadline, now)
+    except Exception as error:
+        traceback.print_exc()
+        yield _whole_rounds(table, samples) + absent({now[-1]: reason(error)})
+        return
     except BaseException:
         yield _whole_rounds(table, samples)
         raise
@@ -164,14 +168,20 @@ def _take(
     warmup: int,
     clock: Callable[[], float],
     deadline: Deadline,
+    now: list[str] | None = None,
 ) -> None:
-    """Add the seconds of each call to ``samples``, each round in another order, as long as there is time."""
+    """Add the seconds of each call to ``samples``, each round in another order, as long as there is time.
+
+    The last of ``now`` becomes the name of the way that runs.
+    """
     entrants = list(calls.items())
     with no_garbage_collection():
         for index in range(-warmup, rounds):
             if deadline.is_over():
                 return
             for name, call in in_another_order(entrants, index):
+                if now is not None:
+                    now[-1] = name
                 call.prepare(index)
                 seconds = timed(call.run, device, clock)
                 if index >= 0:

@@ -260,7 +260,10 @@ def own_workspaces() -> Iterator[None]:
     """
     told = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
     caches = _torch_version() < (2, 15) or told == "1" or (torch.version.hip is not None and told != "0")
-    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces" if caches else "", lambda: None)  # builds without CUDA lack it
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds without CUDA lack it
+    if not caches or clear is None:
+        yield
+        return
     clear()
     try:
         yield

@@ -70,7 +70,7 @@ class Kernel(NamedTuple):
 
     threads: int  # of one program
     accesses: list[Access]  # all to global memory
-    full_path: list[Access]  # those on the path with element accesses and the fewest masked ones
+    full_path: list[Access]  # those on the path with the most accesses of 16 bytes and, of such, the fewest masked ones
     operations: int  # on that path, of a thread: instructions from the first element on, without moves and addresses
     barriers: int  # how often the threads of a program wait for each other on that path, as to exchange numbers
     float64: tuple[int, int]  # of the operations on that path, those in float64: in a turn of its loops, and around them

@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,13 +24,14 @@ import pytest
 import simulated_graph
 import torch
 
-from perf import budget, checks, on_gpu, wheels, workspaces
+from perf import budget, checks, competitors, measure, on_gpu, wheels, workspaces
 from perf.__main__ import _parser, main
 from perf.budget import GRACE, LEFT, ROOT, Deadline, Outcome, Part, run
 from perf.competitors import FUSED, OURS, PEERS
 from perf.loops import WAYS, Way, measure_loops
 from perf.measure import step_table
 from perf.results import append, device_name
+from perf.workloads import shapes
 
 TESTS = Path(__file__).resolve().parents[1]
 NAME = device_name(torch.device("cpu"))
@@ -101,9 +103,44 @@ def test_what_is_first_tells_most_first(tmp_path: Path) -> None:
     assert {"checks --only sanitized", "tests", "loops --model gpt2 --rounds 11"} == {*names[4:]}
 
 
+def test_what_shows_a_fault_may_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rehearsing: None) -> None:
+    shows = {str(part): part.shows_fault for part in on_gpu.first(tmp_path, "cuda", "a GPU", False)}
+    assert [name for name, is_shown in shows.items() if is_shown] == ["checks --only unfixed", "checks --only others"]
+    for is_shown in (True, False):
+        part = Part(60.0, ["-c", "raise SystemExit(3)"], name="it", shows_fault=is_shown)
+        monkeypatch.setitem(on_gpu.PLANS, "first", lambda *args, part=part: [part])
+        assert on_gpu.main(["first", str(tmp_path), "--rehearse"]) == (0 if is_shown else 1)
+
+
 def test_every_word_of_new_tests_is_in_a_name() -> None:
     names = " ".join(re.findall(r"(?:def test_|class Test|id=)\S+", "".join((ROOT / f).read_text() for f in on_gpu.FILES)))
     assert [word for word in on_gpu.NEW if word not in names.lower()] == []
+
+
+def _of_others() -> Iterator[tuple[str, str, str]]:
+    """Optimizer, workload and competitor of each step of this package's that ``perf/gpu others`` times."""
+    for command in on_gpu.OTHERS:
+        args = _parser().parse_args([*shlex.split(command), "--device", "cpu"])
+        for workload, name in itertools.product(args.workload, dict.fromkeys([OURS, *args.competitors])):
+            if PEERS[name].module in (OURS, "perf.pairs"):
+                yield args.optimizer, workload, name
+
+
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.*uncaptured.*")  # a CPU has no graphs
+@pytest.mark.parametrize(("optimizer", "workload", "name"), [*_of_others()])
+def test_what_others_times_takes_steps_of_such_shapes(
+    optimizer: str, workload: str, name: str, request: pytest.FixtureRequest
+) -> None:
+    if "[DTensor]" in name:  # in a process group that ends with the test
+        request.getfixturevalue("one_process")
+        competitors._mesh.cache_clear()
+        request.addfinalizer(competitors._mesh.cache_clear)
+    device = torch.device("cpu")
+    small = [tuple(size // 12 if size > 64 else size for size in shape) for shape in dict.fromkeys(shapes(workload))]
+    made = competitors.competitor(optimizer, name)
+    grads = measure.make_gradients(small, device, 1, made.dtype)
+    measure.enter(made, measure.make_params(small, device, made.dtype), grads)
 
 
 CRASHES = {
