@@ -50,9 +50,9 @@ class LaunchGraph:
         """Do nothing."""
 
 
-def prepared(function: Any, *arguments: Any) -> Callable[[], object]:
+def prepared(function: Any, *arguments: Any, **options: int) -> Callable[[], object]:
     """As ``triton.prepared``, for :class:`LaunchGraph`."""
-    plain = PREPARED(function, *arguments)
+    plain = PREPARED(function, *arguments, **options)
 
     def run() -> object:
         LAUNCHED.append(function.__name__)
