@@ -51,15 +51,17 @@ def cyclic(optimizer: CompiledOptimizer) -> None:
 WRITES: dict[str, Callable[[CompiledOptimizer], object]] = {
     "number": lambda o: o.param_groups[0].update(lr=0.3),
     "tuple": lambda o: o.param_groups[0].update(betas=(0.5, 0.7)),
-    "host tensor": lambda o: o.param_groups[0].update(lr=torch.tensor(0.3)),
-    "host tensor of one element": lambda o: o.param_groups[0].update(lr=torch.tensor([0.3])),
-    "mixed tuple": lambda o: o.param_groups[0].update(betas=(torch.tensor(0.5), on_device(0.7))),
+    "host tensor": lambda o: o.param_groups[0].update(lr=torch.tensor(0.3, device="cpu")),
+    "host tensor of one element": lambda o: o.param_groups[0].update(lr=torch.tensor([0.3], device="cpu")),
+    "mixed tuple": lambda o: o.param_groups[0].update(betas=(torch.tensor(0.5, device="cpu"), on_device(0.7))),
     "device tensor": lambda o: o.param_groups[0].update(lr=on_device(0.3)),
     "in place": lambda o: o.hyperparameter("lr").fill_(0.3),
     "clipping": lambda o: (setattr(o, "max_grad_norm", 0.3), o.step()),
     "health": lambda o: (o.watch_health(), o.step(), o.step()),
-    "a new group": lambda o: o.add_param_group({"params": [torch.zeros(2, device="cuda")], "lr": torch.tensor(0.3)}),
-    "a rate of the constructor": lambda o: co.SGD([torch.zeros(2, device="cuda")], lr=torch.tensor(0.3)),
+    "a new group": lambda o: o.add_param_group(
+        {"params": [torch.zeros(2, device="cuda")], "lr": torch.tensor(0.3, device="cpu")}
+    ),
+    "a rate of the constructor": lambda o: co.SGD([torch.zeros(2, device="cuda")], lr=torch.tensor(0.3, device="cpu")),
     "OneCycleLR": one_cycle,
     "CyclicLR": cyclic,
 }

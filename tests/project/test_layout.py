@@ -107,7 +107,7 @@ BUDGET = {
     "convert": 1565,
     "groups": 1357,
     "lowering": 5138,
-    "memory": 1301,
+    "memory": 1304,
     "optimizers": 1921,
     "plan": 874,
     "rule": 2856,
