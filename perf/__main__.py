@@ -17,7 +17,7 @@ import torch
 
 from perf import checks, distributed, first_step, gates, loops, results, train, workspaces
 from perf.budget import Deadline
-from perf.competitors import FUSED, OURS, PEERS, entered, optimizers
+from perf.competitors import FUSED, OURS, PEERS, end_mesh, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
 from perf.host_time import measure_host_time
@@ -72,12 +72,16 @@ def _saved(measure: Callable[[argparse.Namespace], Measured], title: str, *, alo
         if alone:
             _warn_if_busy()
         bad = False
-        with postponed():
-            for rows in measure(args):
-                if rows:
-                    results.show(rows, f"{title} on {results.device_name(args.device)}, {torch.get_num_threads()} threads")
-                    _save(rows, args)
-                bad |= any(failed(row) for row in rows for failed in FAILED)
+        try:
+            with postponed():
+                for rows in measure(args):
+                    if rows:
+                        where = f"{results.device_name(args.device)}, {torch.get_num_threads()} threads"
+                        results.show(rows, f"{title} on {where}")
+                        _save(rows, args)
+                    bad |= any(failed(row) for row in rows for failed in FAILED)
+        finally:
+            end_mesh()
         return 1 if bad else 0
 
     return run

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import functools
 import importlib
 import inspect
@@ -119,8 +118,14 @@ def _mesh(kind: str) -> Any:
     backend = "nccl" if kind == "cuda" else "gloo"
     if not distributed.is_initialized():
         distributed.init_process_group(backend, store=distributed.HashStore(), rank=0, world_size=1)
-        atexit.register(distributed.destroy_process_group)
     return distributed.init_device_mesh(kind, (1,))
+
+
+def end_mesh() -> None:
+    """End the process group that this process made for DTensors, if it did."""
+    if _mesh.cache_info().currsize:
+        _mesh.cache_clear()
+        torch.distributed.destroy_process_group()
 
 
 def _sharded(tensor: Tensor) -> Tensor:

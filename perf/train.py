@@ -80,12 +80,12 @@ FOLLOWERS = 8
 """How many words may come after a word."""
 
 TOLERANCE = 0.01
-"""Nats by which the mean loss of a block may differ from that with torch's AdamW.
+"""Nats by which the losses of a block may differ from those with torch's AdamW, in the mean.
 
 Sums have another order, autocast rounds to bfloat16, and on GPUs attention adds up gradients in any order.
 """
 
-DIFFERENCE = f"largest difference of a block's mean loss from that of {FUSED}"
+DIFFERENCE = f"largest mean difference of a block's losses from those of {FUSED}"
 
 
 def measure_training(
@@ -241,8 +241,8 @@ def _rows(way: Way, training: Training, done: dict[Way, Trained]) -> Iterator[Ro
         yield _row(training, str(way), f"loss of step {step}", "nats", [float(trained.losses[step - 1])])
     reference = next((other for other_way, other in done.items() if other_way.competitor == FUSED), None)
     if reference not in (None, trained) and way.competitor.startswith(("torch ", OURS)) and way.competitor != HYBRID:
-        by_block = (trained.losses - reference.losses).view(-1, training.block).mean(1)
-        yield _row(training, str(way), DIFFERENCE, "nats", [float(by_block.abs().max())])
+        by_block = (trained.losses - reference.losses).abs().view(-1, training.block).mean(1)
+        yield _row(training, str(way), DIFFERENCE, "nats", [float(by_block.max())])
 
 
 def _row(training: Training, way: str, metric: str, unit: str, values: Sequence[float]) -> Row:

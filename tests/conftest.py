@@ -141,6 +141,15 @@ def seed() -> None:
         torch._dynamo.reset()
 
 
+@pytest.fixture(autouse=True)
+def no_process_group_is_left() -> Iterator[None]:
+    """Fail a test that leaves its process group, with which a later one could not begin its own."""
+    yield
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+        pytest.fail("it leaves a process group")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     default_device.generate(metafunc)
 

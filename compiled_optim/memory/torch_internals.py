@@ -50,7 +50,10 @@ def is_observed(stepped: Optimizer) -> bool:
 
 
 def in_range(name: str, work: Callable[..., T], *args: Any) -> T:
-    """What ``work`` returns; while somebody profiles, in a range ``compiled_optim::name`` of torch.profiler and NVTX."""
+    """Do ``work``; while somebody profiles, in a range ``compiled_optim::name`` of torch.profiler and NVTX.
+
+    What is traced must not come here: Dynamo would trace it anew when somebody begins to profile.
+    """
     if not profiler._is_profiler_enabled:
         return work(*args)
     with profiler.record_function(f"compiled_optim::{name}"):

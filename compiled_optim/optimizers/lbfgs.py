@@ -268,7 +268,10 @@ class LBFGSStep(Step):
         lr = self._captured_lr if self.is_recorded and is_capturing(self.devices[0]) else self.live[0]["lr"]
         with torch.no_grad():
             iterate = self._iterate_fixed if self.is_fixed else self._iterate
-            in_range("update", iterate, closure, self._minimized(first), lr)
+            if torch.compiler.is_dynamo_compiling():
+                iterate(closure, self._minimized(first), lr)
+            else:
+                in_range("update", iterate, closure, self._minimized(first), lr)
         return first
 
     def key(self) -> tuple[object, ...]:

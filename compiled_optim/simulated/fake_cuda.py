@@ -138,7 +138,8 @@ def _check_devices(name: str, args: Any, kwargs: dict[str, Any], *, on_device: b
     """Refuse, in torch's words, what fake tensors allow and CUDA does not."""
     if on_device and kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
-    if (generator := kwargs.get("generator")) is not None and generator.device.type != "cuda":
+    on_device = on_device or (bool(args) and isinstance(args[0], Tensor) and args[0].is_cuda)
+    if on_device and (generator := kwargs.get("generator")) is not None and generator.device.type != "cuda":
         raise RuntimeError(f"Expected a 'cuda' device type for generator but found '{generator.device.type}'")
     if "_foreach_" in name and "_copy_" not in name:
         for pieces in zip(*(arg for arg in args if isinstance(arg, (list, tuple))), strict=False):

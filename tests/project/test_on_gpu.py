@@ -132,10 +132,7 @@ def _of_others() -> Iterator[tuple[str, str, str]]:
 def test_what_others_times_takes_steps_of_such_shapes(
     optimizer: str, workload: str, name: str, request: pytest.FixtureRequest
 ) -> None:
-    if "[DTensor]" in name:  # in a process group that ends with the test
-        request.getfixturevalue("one_process")
-        competitors._mesh.cache_clear()
-        request.addfinalizer(competitors._mesh.cache_clear)
+    request.addfinalizer(competitors.end_mesh)
     device = torch.device("cpu")
     small = [tuple(size // 12 if size > 64 else size for size in shape) for shape in dict.fromkeys(shapes(workload))]
     made = competitors.competitor(optimizer, name)

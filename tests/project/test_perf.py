@@ -95,10 +95,7 @@ OTHERS = {
     ("name", "optimizer"), [*((name, "adamw") for name in PEERS if name not in WITHOUT_ADAMW), *OTHERS.items()]
 )
 def test_every_peer_takes_finite_steps_or_says_why_not(name: str, optimizer: str, request: pytest.FixtureRequest) -> None:
-    if name.endswith("[DTensor]"):  # in a process group that ends with the test
-        request.getfixturevalue("one_process")
-        competitors._mesh.cache_clear()
-        request.addfinalizer(competitors._mesh.cache_clear)
+    request.addfinalizer(competitors.end_mesh)
     (ours, *made), reasons = entered(optimizer, [name])
     assert (ours.name, [c.name for c in made], reasons) == (OURS, [name] if name != OURS else [], {})
     sizes = [(64, 64), (4, 4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -84,22 +85,14 @@ class _Devices:
 
 
 @pytest.mark.quick
-@pytest.mark.parametrize("what", REFUSED)
-def test_what_cuda_refuses_is_refused(what: str) -> None:
-    refused, words = REFUSED[what]
+@pytest.mark.parametrize(
+    ("what", "captured"), [*((what, False) for what in REFUSED), *((what, True) for what in REFUSED_IN_CAPTURES)]
+)
+def test_what_cuda_refuses_is_refused(what: str, captured: bool) -> None:
+    refused, words = (REFUSED_IN_CAPTURES if captured else REFUSED)[what]
     with fake_cuda(90):
         devices = _Devices()
-        with pytest.raises(Exception, match=re.escape(words)):
-            refused(devices)
-
-
-@pytest.mark.quick
-@pytest.mark.parametrize("what", REFUSED_IN_CAPTURES)
-def test_what_no_graph_can_hold_is_refused_in_a_capture(what: str) -> None:
-    refused, words = REFUSED_IN_CAPTURES[what]
-    with fake_cuda(90):
-        devices = _Devices()
-        with capturing(), pytest.raises(Exception, match=re.escape(words)):
+        with capturing() if captured else contextlib.nullcontext(), pytest.raises(Exception, match=re.escape(words)):
             refused(devices)
 
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 from catalog import COMBINED, registry, required
 from torch import nn
+from torch._dynamo.utils import counters
 from torch.autograd import profiler
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -71,6 +72,31 @@ def test_the_norm_is_measured_before_the_update(lowering: str) -> None:
 def test_a_compiled_step_has_its_operator_around_the_update() -> None:
     optimizer = _made(co.AdamW)
     assert _ranges(torch.compile(lambda: optimizer.step())) == ["step", "update"]
+
+
+@pytest.mark.parametrize("kind", ["operator", "inlined", "LBFGS"])
+def test_who_begins_to_profile_has_nothing_traced_again(kind: str) -> None:
+    params = [nn.Parameter(torch.ones(3, 3))]
+    if kind == "LBFGS":
+        optimizer: CompiledOptimizer = co.LBFGS(params, fixed_iterations=True, max_iter=3)
+    else:
+        optimizer = co.AdamW(params, lowering="inductor" if kind == "inlined" else "auto")
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = params[0].square().sum()
+        loss.backward()
+        return loss.detach()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        step = torch.compile(lambda: optimizer.step(closure), backend="eager")
+        for _ in range(3):
+            step()
+        before = counters["stats"]["unique_graphs"]
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+            step()
+        step()
+        assert counters["stats"]["unique_graphs"] == before > 0
 
 
 def test_updates_in_backward_are_ranges() -> None:
