@@ -709,15 +709,15 @@ def test_what_is_stored_in_few_bytes(name: str, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.skipif(DEVICE == "cpu", reason="Triton's kernels need a GPU")
-@pytest.mark.parametrize("turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize(("rows", "columns"), [(768, 768), (768, 3072), (1000, 1096), (1032, 776)])
-def test_symmetric_products(rows: int, columns: int, turned: bool) -> None:
+def test_symmetric_products(rows: int, columns: int, transposed: bool) -> None:
     """Against float64, with the tiles of this GPU; on one that has none, those of an H100."""
     pytest.importorskip("triton")
     from interpreted_symmetric import matrices, wrong
 
     tiling = symmetric.TILINGS.get(torch.cuda.get_device_capability(), symmetric.TILINGS[9, 0])
-    x = matrices((3, 2, rows), columns, turned=turned).to(DEVICE)
+    x = matrices((3, 2, rows), columns, transposed=transposed).to(DEVICE)
     assert wrong(x, (), tiling) == []
     if rows == columns:
         each = torch.linspace(0.5, 2.0, 9, device=DEVICE).view(3, 3).unbind()

@@ -51,12 +51,12 @@ class Sums(co.CompiledOptimizer, granularity="tensor"):
         direction = where(spread > 1e-3, direction / sqrt(spread), direction)
         if param.dim() > 2:
             direction = direction + 0.2 * along[-1].mean((-2, -1), keepdim=True)
-            direction = direction - 0.1 * grad.mT.mean(-2, keepdim=True).mT  # of matrices that lie turned
+            direction = direction - 0.1 * grad.mT.mean(-2, keepdim=True).mT  # of matrices that lie transposed
         return dict(step=c.lr * direction, every=0.9 * every + param, of_rows=of_rows, of_all=of_all)
 
 
 class Products(co.CompiledOptimizer, granularity="matrix"):
-    """Products of matrices and transposed ones, in full precision or in bfloat16, which lie turned or do not."""
+    """Products of matrices and transposed ones, in full precision or in bfloat16, which lie transposed or do not."""
 
     lr: Number = hyper(default=0.1, ge=0)
     in_half: bool = static(default=False)
@@ -75,7 +75,7 @@ class Products(co.CompiledOptimizer, granularity="matrix"):
         gram, other = x @ x.mT, x.mT @ x
         mixed = ((2 * c.weight) * gram + c.lr * identity(gram)).to(x.dtype) @ x
         back = (other @ x.mT).to(param.dtype)
-        wide = mixed.mT.to(param.dtype) + back + 0.1 * param  # of which one lies turned
+        wide = mixed.mT.to(param.dtype) + back + 0.1 * param  # of which one lies transposed
         return dict(step=c.lr * (wide - param.mean(-1, keepdim=True)), moving=moving)
 
 

@@ -96,34 +96,34 @@ def test_loops_take_it_for_large_matrices_with_aligned_rows(
             (stack,) = engine_of(made).step.lowerings[0].stacks
             found.append(triton_stacks.stack_source(stack.key, stack.shape[1:]))
     assert [source.tiling for source in found] == [symmetric.TILINGS[9, 0] if taken else None] * 2
-    kinds = [step.kind for step in found[0].update.steps]
+    kinds = [op.kind for op in found[0].update.ops]
     assert kinds.count("quadratic") == (5 if taken else 0)
 
 
 def test_the_kernel_is_right_in_the_interpreter() -> None:
-    """Against float64; symmetric in every bit; at sizes around those of a block, of batches, turned or not."""
+    """Against float64; symmetric in every bit; at sizes around those of a block, of batches, transposed or not."""
     pytest.importorskip("triton")
     found = json.loads(printed_by("interpreted_symmetric", TRITON_INTERPRET="1"))
     assert len(found) == 80
     assert {case: wrong for case, wrong in found.items() if wrong} == {}
 
 
-@pytest.mark.parametrize("is_turned", [False, True], ids=["", "turned"])
+@pytest.mark.parametrize("is_transposed", [False, True], ids=["", "transposed"])
 @pytest.mark.parametrize(("rows", "columns"), [(768, 3072), (1000, 1096)])
 @pytest.mark.parametrize("numbers", ["", "same", "each"])
 @pytest.mark.parametrize("capability", symmetric.TILINGS, ids=str)
 def test_it_compiles_for_tensor_cores_without_spills(
-    capability: tuple[int, int], numbers: str, rows: int, columns: int, is_turned: bool
+    capability: tuple[int, int], numbers: str, rows: int, columns: int, is_transposed: bool
 ) -> None:
     """As a step launches it: tiles come through the accelerator of the memory, and two programs share a multiprocessor."""
     pytest.importorskip("triton")
     arch, tiling, columns = capability[0] * 10 + capability[1], symmetric.TILINGS[capability], rows if numbers else columns
     with fake_cuda(arch), recording("cuda") as recorder:
-        lying = torch.empty((3, columns, rows) if is_turned else (3, rows, columns), dtype=torch.bfloat16, device="cuda")
+        lying = torch.empty((3, columns, rows) if is_transposed else (3, rows, columns), dtype=torch.bfloat16, device="cuda")
         out = torch.empty(3, rows, rows, dtype=torch.bfloat16, device="cuda")
         given, index = [torch.zeros(3, dtype=torch.float64, device="cuda")] * 3, torch.arange(3, device="cuda")
         module = kernels.load(kernels.WORDS + symmetric.TEXT)
-        multiply = symmetric.multiplier(module, tiling, lying.shape, lying.device, turned=is_turned, numbers=numbers)
+        multiply = symmetric.multiplier(module, tiling, lying.shape, lying.device, transposed=is_transposed, numbers=numbers)
         multiply(lying, out, given, index)
         (launch,) = recorder.take().launches
     text = launch.kernel.asm["ptx"]

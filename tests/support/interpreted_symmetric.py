@@ -23,19 +23,19 @@ COLUMNS = [8, 16, 24]
 BATCHES = [(3,), (2, 3)]
 
 
-def matrices(shape: tuple[int, ...], columns: int, *, turned: bool) -> Tensor:
+def matrices(shape: tuple[int, ...], columns: int, *, transposed: bool) -> Tensor:
     """Random bfloat16 matrices, which may lie in memory as the transposed ones."""
     generator = torch.Generator().manual_seed(columns)
     x = torch.randn(
-        (*shape[:-1], columns, shape[-1]) if turned else (*shape, columns), generator=generator, device="cpu"
+        (*shape[:-1], columns, shape[-1]) if transposed else (*shape, columns), generator=generator, device="cpu"
     ).bfloat16()
-    return x.mT if turned else x
+    return x.mT if transposed else x
 
 
 def product(x: Tensor, numbers: tuple[Any, ...], tiling: symmetric.Tiling) -> Tensor:
     """What the kernel makes of a stack, whose tensors have ``numbers`` of their own where these are tensors."""
-    turned = not x.is_contiguous()
-    lying, out = (x.mT if turned else x), x.new_full((*x.shape[:-1], x.shape[-2]), torch.nan)
+    transposed = not x.is_contiguous()
+    lying, out = (x.mT if transposed else x), x.new_full((*x.shape[:-1], x.shape[-2]), torch.nan)
     each = isinstance(numbers[0], Tensor) if numbers else False
     given = [n if each else torch.tensor([n], dtype=torch.float64, device=x.device) for n in numbers or [0.0] * 3]
     index = torch.arange(len(x), device=x.device)
@@ -43,7 +43,9 @@ def product(x: Tensor, numbers: tuple[Any, ...], tiling: symmetric.Tiling) -> Te
         given, index = [n.double().flip(0).contiguous() for n in given], index.flip(0).contiguous()
     kind = ("each" if each else "same") if numbers else ""
     module = triton.load(triton.WORDS + symmetric.TEXT)
-    symmetric.multiplier(module, tiling, lying.shape, x.device, turned=turned, numbers=kind)(lying, out, given, index)
+    symmetric.multiplier(module, tiling, lying.shape, x.device, transposed=transposed, numbers=kind)(
+        lying, out, given, index
+    )
     return out
 
 
@@ -69,10 +71,12 @@ def main() -> None:
     convert_bfloat16()
     np.matmul = None  # what it makes depends on the processor
     found = {}
-    for rows, columns, batch, turned in itertools.product(ROWS, COLUMNS, BATCHES, (False, True)):
-        found[f"gram {rows} {columns} {batch} {turned}"] = wrong(matrices((*batch, rows), columns, turned=turned), ())
+    for rows, columns, batch, transposed in itertools.product(ROWS, COLUMNS, BATCHES, (False, True)):
+        found[f"gram {rows} {columns} {batch} {transposed}"] = wrong(
+            matrices((*batch, rows), columns, transposed=transposed), ()
+        )
     for rows, batch in itertools.product(ROWS, BATCHES):
-        factor = matrices((*batch, rows), 8, turned=False)
+        factor = matrices((*batch, rows), 8, transposed=False)
         x = factor @ factor.mT / 8
         each = torch.linspace(0.5, 2.0, 3 * batch[0]).view(3, batch[0]).unbind()
         for name, numbers in {"same": (3.4445, -4.775, 2.0315), "each": each}.items():

@@ -22,7 +22,7 @@ from compiled_optim.memory.cache import processor
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.stacks import StackUpdate, Step
+from compiled_optim.rule.tensor_program import TensorOp, TensorProgram
 
 PHASES = Path(__file__).with_name("phases.h").read_text(encoding="utf-8")
 """What is the same in all functions."""
@@ -64,13 +64,13 @@ class StackSource(Schedule):
     _division = "/"
     _partly = "sum", "largest"
 
-    def __init__(self, key: KernelKey, update: StackUpdate, half: torch.dtype) -> None:
+    def __init__(self, key: KernelKey, update: TensorProgram, half: torch.dtype) -> None:
         super().__init__(key, update, half)
-        self.parts: list[Part | Step] = []
+        self.parts: list[Part | TensorOp] = []
         texts: dict[str, str] = {}  # of functions, but for their names, which are the values
-        for is_step, found in itertools.groupby(self.events, lambda event: isinstance(event, Step)):
-            if is_step:
-                self.parts += [event for event in found if isinstance(event, Step)]
+        for is_op, found in itertools.groupby(self.events, lambda event: isinstance(event, TensorOp)):
+            if is_op:
+                self.parts += [event for event in found if isinstance(event, TensorOp)]
                 continue
             self._arrays = {name: place for place, name in enumerate(GIVEN)}  # the part's own, by name
             self._sizes = {name: place for place, name in enumerate((*update.letters, "alone"))}
@@ -98,23 +98,23 @@ class StackSource(Schedule):
             value = f"T {name} = {'factor * ' * (name == 'grad')}T({element})"
             value = value if is_number else f"uint32_t {name} = uint32_t(int32_t({element}))"
             lines[bool(self.axes_of(name)[inner])].append(f"const {value};")
-        for step in loop.steps:
-            lines[bool(step.axes[inner])].append(f"const auto {step.name} = {step.expression};")
+        for op in loop.ops:
+            lines[bool(op.axes[inner])].append(f"const auto {op.name} = {op.expression};")
         stores = loop.stores.items()
         lines[True] += [f"{self._element(to, loop)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores]
         totals: dict[str, str] = {}  # what is added up in a variable before it goes to memory
         begin, end = [], []
-        for name, step in loop.sums.items():
-            copies, count = self._extent(name), numel(step.axes)
+        for name, op in loop.sums.items():
+            copies, count = self._extent(name), numel(op.axes)
             before.append(self._pointer(name, f"(t * {copies} + p % {copies})"))
-            if step.kind == "sum" and step.axes[inner]:
+            if op.kind == "sum" and op.axes[inner]:
                 to = self._element(name, loop)
             else:
-                to = totals[name] = f"sum_{step.name}"
-            new = step.reads[0]
-            lines[True].append(f"{to} = {new} > {to} ? {new} : {to};" if step.is_int else f"{to} += double({new});")
+                to = totals[name] = f"sum_{op.name}"
+            new = op.reads[0]
+            lines[True].append(f"{to} = {new} > {to} ? {new} : {to};" if op.is_int else f"{to} += double({new});")
             begin.append(f"clear({self._start(name)}, t, {copies} * {count});")
-            end.append(f"add({self._start(name)}, {self._start(step.name)}, t, {copies}, {count});")
+            end.append(f"add({self._start(name)}, {self._start(op.name)}, t, {copies}, {count});")
         signs = ["+" if self.dtypes[name].is_floating_point else "max" for name in totals]
         reductions = "".join(f" reduction({sign} : {t})" for sign, t in zip(signs, totals.values(), strict=True))
         body = [f"{STORAGE[self.dtypes[name]]} {total} = 0;" for name, total in totals.items()]
@@ -202,12 +202,12 @@ class StackLoops:
             chunks = min(max(math.prod(lengths) // _CHUNK, 1), _MOST_CHUNKS)
             axis = lengths.index(max(lengths))  # the longest, so that partial sums along the others need little memory
             sizes |= {f"{loop.name}.chunks": chunks, f"{loop.name}.axis": axis}
-        for name, (loop, step) in source.partial.items():
+        for name, (loop, op) in source.partial.items():
             axis = sizes[f"{loop.name}.axis"]
-            is_whole_in_a_chunk = step.axes[axis] == loop.axes[axis]  # which may end within a group
+            is_whole_in_a_chunk = op.axes[axis] == loop.axes[axis]  # which may end within a group
             sizes[name] = 1 if is_whole_in_a_chunk else sizes[f"{loop.name}.chunks"]
         self._place(sizes)
-        self._events: list[tuple[Part | Step, Any, Any]] = []
+        self._events: list[tuple[Part | TensorOp, Any, Any]] = []
         code = load(source.text)
         for event in source.parts:
             function, given = None, None
@@ -222,7 +222,7 @@ class StackLoops:
         self.places: dict[str, tuple[int, list[int], torch.dtype]] = {}
         taken: dict[str, int] = {}  # bytes
         self.bytes, free = 0, defaultdict[int, list[int]](list)  # the places that are free, by size
-        own = {*self._source.partial, *(step.name for step in self._source.update.steps)}
+        own = {*self._source.partial, *(op.name for op in self._source.update.ops)}
         used = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.parts]
         last = {name: i for i, names in enumerate(used) for name in names if name in own}
         for i, names in enumerate(used):

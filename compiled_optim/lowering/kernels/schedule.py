@@ -17,8 +17,8 @@ from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule import symbols
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.stacks import OF_GROUPS, Axes, StackUpdate, Step, written
 from compiled_optim.rule.symbols import Dialect
+from compiled_optim.rule.tensor_program import OF_GROUPS, Axes, TensorOp, TensorProgram, written
 
 S = TypeVar("S", bound="Schedule")
 
@@ -28,7 +28,7 @@ _NOT_RULES = (__file__, *(str(Path(file).parent) for file in (symbols.__file__, 
 
 @dataclass
 class Loop:
-    """A loop over the elements of ``axes``: it evaluates steps, adds up ``sums``, and stores what is read after it.
+    """A loop over the elements of ``axes``: it evaluates operations, adds up ``sums``, and stores what is read after it.
 
     Among ``sums`` are the largest of groups, too. They are named by what the loop writes for each, a partial result or all.
 
@@ -38,9 +38,9 @@ class Loop:
 
     name: str
     axes: Axes
-    sums: dict[str, Step]
+    sums: dict[str, TensorOp]
     results: dict[str, str]
-    steps: list[Step] = field(default_factory=list)
+    ops: list[TensorOp] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
     kept: list[str] = field(default_factory=list)
@@ -51,7 +51,7 @@ class Loop:
         return {**{name: name for name in self.kept}, **self.results}
 
 
-Event: TypeAlias = Loop | Step  # of matrices: a product, or one that is to be transposed
+Event: TypeAlias = Loop | TensorOp  # of matrices: a product, or one that is to be transposed
 
 
 class Schedule:
@@ -67,17 +67,17 @@ class Schedule:
 
     text: str
     _division: ClassVar[str]  # of integers, as the language writes it
-    _partly: ClassVar[Collection[str]] = ("sum",)  # kinds of steps whose results are partial before they are in one number
+    _partly: ClassVar[Collection[str]] = ("sum",)  # kinds whose results are partial before they are in one number
 
-    def __init__(self, key: KernelKey, update: StackUpdate, half: torch.dtype) -> None:
+    def __init__(self, key: KernelKey, update: TensorProgram, half: torch.dtype) -> None:
         self.update, compute = update, compute_dtype(key.dtypes[0])
         self.dtypes = dict(zip(update.inputs, key.dtypes, strict=True))
-        self.dtypes |= {s.name: half if s.half else torch.int32 if s.is_int else compute for s in update.steps}
-        self._steps = {step.name: step for step in update.steps}
-        multiplied = {name for s in update.steps if not _is_looped(s) for name in s.reads}
+        self.dtypes |= {s.name: half if s.half else torch.int32 if s.is_int else compute for s in update.ops}
+        self._ops = {op.name: op for op in update.ops}
+        multiplied = {name for s in update.ops if not _is_looped(s) for name in s.reads}
         between = range(1, _rank(update.axes))  # of values with several elements, but not as many as the tensor
-        few = {s.name for s in update.steps if _rank(s.axes) in between or OF_GROUPS in s.axes}
-        self._once = [s for s in update.steps if s.kind != "element" or s.name in few | multiplied]
+        few = {s.name for s in update.ops if _rank(s.axes) in between or OF_GROUPS in s.axes}
+        self._once = [s for s in update.ops if s.kind != "element" or s.name in few | multiplied]
         self._names = {s.name for s in self._once}
         self.events: list[Event] = []
         self.loops: list[Loop] = []
@@ -85,31 +85,31 @@ class Schedule:
         while rest:
             found = self._next([s for s in rest if self._needs(s) <= done], rest, done)
             self.events.append(self._loop(self._space(found[0]), found) if _is_looped(found[0]) else found[0])
-            done |= {step.name for step in found}
-            rest = [step for step in rest if step.name not in done]
+            done |= {op.name for op in found}
+            rest = [op for op in rest if op.name not in done]
         late = {old: new for old, new in update.results.items() if not self._stored_early(old, new)}
         for axes in sorted({update.inputs[old] for old in late}, key=lambda axes: (-_rank(axes), axes)):
             self.events.append(self._loop(axes, (), {o: n for o, n in late.items() if update.inputs[o] == axes}))
         read = multiplied.union(*(loop.loads for loop in self.loops))
         for loop in self.loops:
-            loop.kept = [step.name for step in loop.steps if step.name in self._names & read]
-        sums = ((name, loop, step) for loop in self.loops for name, step in loop.sums.items())
-        self.partial = {name: (loop, step) for name, loop, step in sums if name != step.name}
+            loop.kept = [op.name for op in loop.ops if op.name in self._names & read]
+        sums = ((name, loop, op) for loop in self.loops for name, op in loop.sums.items())
+        self.partial = {name: (loop, op) for name, loop, op in sums if name != op.name}
         self.dtypes |= {name: torch.int32 if s.is_int else torch.float64 for name, (_, s) in self.partial.items()}
 
     def _stored_early(self, old: str, new: str) -> bool:
         """Whether the last loop that reads ``old`` stores ``new``: it computes that, and no other result needs ``old``."""
         readers = [loop for loop in self.loops if old in loop.loads]
         others = [value for other, value in self.update.results.items() if other != old]
-        if not readers or old in self._read(others) or new not in {step.name for step in readers[-1].steps}:
+        if not readers or old in self._read(others) or new not in {op.name for op in readers[-1].ops}:
             return False
         readers[-1].results[old] = new
         return True
 
     def axes_of(self, name: str) -> Axes:
-        """The axes of a value: of a step, of an input, or of a coefficient, which has none."""
-        if (step := self._steps.get(name.removeprefix("partial_"))) is not None:
-            return step.axes
+        """The axes of a value: of an operation, of an input, or of a coefficient, which has none."""
+        if (op := self._ops.get(name.removeprefix("partial_"))) is not None:
+            return op.axes
         return self.update.inputs.get(name, ("",) * len(self.update.axes))
 
     def shape(self, name: str, count: int, sizes: Mapping[str, int]) -> list[int]:
@@ -130,36 +130,36 @@ class Schedule:
                 index = f"({index}) * {size(letter)} + {place}" if index else place
         return index or "0"
 
-    def _next(self, ready: Sequence[Step], rest: Sequence[Step], done: set[str]) -> list[Step]:
-        """The steps that one event takes: of small values first, so that loops over all elements are few."""
+    def _next(self, ready: Sequence[TensorOp], rest: Sequence[TensorOp], done: set[str]) -> list[TensorOp]:
+        """The operations that one event takes: of small values first, so that loops over all elements are few."""
         elementwise = [s for s in ready if _is_looped(s)]
         small = [s for s in elementwise if _rank(self._space(s)) < _rank(self.update.axes)]
         first = (small or elementwise or ready)[0]
         if first not in elementwise:
             return [first]
-        found: list[Step] = []
-        for step in (s for s in rest if _is_looped(s) and self._space(s) == self._space(first)):
-            if self._needs(step) <= done.union(s.name for s in found if s.kind == "element"):
-                found.append(step)
+        found: list[TensorOp] = []
+        for op in (s for s in rest if _is_looped(s) and self._space(s) == self._space(first)):
+            if self._needs(op) <= done.union(s.name for s in found if s.kind == "element"):
+                found.append(op)
         return found
 
-    def _space(self, step: Step) -> Axes:
-        """The axes of the loop that evaluates a step."""
-        return self.axes_of(step.reads[0]) if step.reduces else step.axes
+    def _space(self, op: TensorOp) -> Axes:
+        """The axes of the loop that evaluates an operation."""
+        return self.axes_of(op.reads[0]) if op.reduces else op.axes
 
-    def _needs(self, step: Step) -> set[str]:
-        """What must be done before a step can be evaluated."""
-        return self._read(step.reads) & self._names
+    def _needs(self, op: TensorOp) -> set[str]:
+        """What must be done before an operation can be evaluated."""
+        return self._read(op.reads) & self._names
 
-    def _loop(self, axes: Axes, found: Iterable[Step], results: dict[str, str] | None = None) -> Loop:
+    def _loop(self, axes: Axes, found: Iterable[TensorOp], results: dict[str, str] | None = None) -> Loop:
         sums = {f"partial_{s.name}" if s.kind in self._partly else s.name: s for s in found if s.reduces}
         loop = Loop(f"loop{len(self.loops)}", axes, sums, results or {})
         self.loops.append(loop)
         own = {s.name for s in found if s.kind == "element"}
         wanted = [*own, *(s.reads[0] for s in sums.values()), *loop.results.values()]
         read = self._read(wanted, own)
-        loop.steps = [s for s in self.update.steps if s.name in read and (s.name in own or s.name not in self._names)]
-        others = sorted(read - {s.name for s in loop.steps})
+        loop.ops = [s for s in self.update.ops if s.name in read and (s.name in own or s.name not in self._names)]
+        others = sorted(read - {s.name for s in loop.ops})
         loop.loads = [name for name in others if name in self.dtypes]
         loop.numbers = [name for name in others if name not in self.dtypes]
         return loop
@@ -170,12 +170,12 @@ class Schedule:
         while rest:
             if (name := rest.pop()) not in found:
                 found.add(name)
-                rest += self._steps[name].reads if name in self._steps and (name in own or name not in self._names) else ()
+                rest += self._ops[name].reads if name in self._ops and (name in own or name not in self._names) else ()
         return found
 
 
-def _is_looped(step: Step) -> bool:
-    return step.reduces or step.kind == "element"
+def _is_looped(op: TensorOp) -> bool:
+    return op.reduces or op.kind == "element"
 
 
 def _rank(axes: Axes) -> int:
@@ -215,14 +215,14 @@ def _source(kind: Callable[..., Any], key: KernelKey, shape: tuple[int, ...], di
     return kind(key, update, *more)
 
 
-def multiply(step: Step, values: Mapping[str, Tensor]) -> None:
+def multiply(op: TensorOp, values: Mapping[str, Tensor]) -> None:
     """Compute a product of matrices, or a transposed matrix, in torch's operations, into the tensor of its name."""
-    out = values[step.name]
-    if step.kind == "turn":
-        out.copy_(values[step.reads[0]].mT)
+    out = values[op.name]
+    if op.kind == "transpose":
+        out.copy_(values[op.reads[0]].mT)
         return
-    pairs = zip(step.reads, step.turned, strict=True)
-    left, right = ((values[n].mT if turned else values[n]).flatten(0, -3) for n, turned in pairs)
+    pairs = zip(op.reads, op.transposed, strict=True)
+    left, right = ((values[n].mT if transposed else values[n]).flatten(0, -3) for n, transposed in pairs)
     product = torch.bmm(left, right, out=out.flatten(0, -3))  # whose dtype autocast leaves alone
-    if step.half and product.dtype != torch.bfloat16:
+    if op.half and product.dtype != torch.bfloat16:
         product.copy_(product.to(torch.bfloat16))

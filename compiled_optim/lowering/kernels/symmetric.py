@@ -38,8 +38,8 @@ ALIGNED = 8  # rows and columns come in such numbers, so that each row begins at
 TEXT = """
 
 @triton.jit
-def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is_turned: tl.constexpr):
-    if is_turned:
+def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is_transposed: tl.constexpr):
+    if is_transposed:
         return tl.trans(tl.reshape(x.load([matrix, column, row]), [depth, block]))
     return tl.reshape(x.load([matrix, row, column]), [block, depth])
 
@@ -47,16 +47,16 @@ def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is
 # A tile of x @ x.mT and the mirrored one, or of a + b * x + c * x @ x of symmetric x. One on the diagonal is symmetric:
 # both elements add the same products in one order. As many matrices, one after the other, have the same numbers.
 @triton.jit(do_not_specialize_on_alignment=["a", "b", "c"])
-def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_turned: tl.constexpr, is_quadratic: tl.constexpr,
-                      by_index: tl.constexpr, block: tl.constexpr, depth: tl.constexpr):
+def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_transposed: tl.constexpr,
+                      is_quadratic: tl.constexpr, by_index: tl.constexpr, block: tl.constexpr, depth: tl.constexpr):
     place, matrix = tl.program_id(0), tl.program_id(1)
     line = ((tl.sqrt_rn(8.0 * place + 1.0) - 1.0) * 0.5).to(tl.int32)
     top, left = line * block, (place - line * (line + 1) // 2) * block
     i, j = (top + tl.arange(0, block))[:, None], (left + tl.arange(0, block))[None, :]
     total = tl.zeros((block, block), tl.float32)
     for start in range(0, columns, depth):
-        rows = tile_of(x, matrix, top, start, block, depth, is_turned)
-        total = tl.dot(rows, tl.trans(tile_of(x, matrix, left, start, block, depth, is_turned)), total)
+        rows = tile_of(x, matrix, top, start, block, depth, is_transposed)
+        total = tl.dot(rows, tl.trans(tile_of(x, matrix, left, start, block, depth, is_transposed)), total)
     if is_quadratic:
         column = tl.load(index + matrix // matrices) if by_index else 0
         linear = tl.load(b + column).to(tl.float32) * tile_of(tiles, matrix, top, left, block, block, False).to(tl.float32)
@@ -83,25 +83,25 @@ def multiplier(
     shape: Sequence[int],
     device: torch.device,
     *,
-    turned: bool = False,
+    transposed: bool = False,
     numbers: str = "",
 ) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], object]:
     """What launches the kernel of a ``module`` for stacks of one ``shape``, (tensors, ..., rows, columns).
 
-    It takes the stack in bfloat16, lying as it is or ``turned``, and a tensor of the result's shape. With ``numbers`` that
-    makes a + b * x + c * x @ x, and takes three float64 tensors: their first elements are the numbers, or with ``"each"``
+    It takes the stack in bfloat16, lying as it is or ``transposed``, and a tensor of the result's shape. With ``numbers``
+    that makes a + b * x + c * x @ x, and takes three float64 tensors: their first elements, or with ``"each"``
     the elements at the places of an int64 index, tensor by tensor.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     block, depth, (*batch, height, width) = tiling.block, tiling.depth, shape
-    rows, columns = (width, height) if turned else (height, width)
+    rows, columns = (width, height) if transposed else (height, width)
     tiles, count, square = -(-rows // block), math.prod(batch), [1, block, block]
-    constants = columns, count // batch[0], turned, bool(numbers), numbers == "each", block, depth
+    constants = columns, count // batch[0], transposed, bool(numbers), numbers == "each", block, depth
 
     def arguments(x: Tensor, out: Tensor) -> tuple[Any, ...]:
         x, out = x.view(count, height, width), out.view(count, rows, rows)
-        read = TensorDescriptor.from_tensor(x, [1, depth, block] if turned else [1, block, depth])
+        read = TensorDescriptor.from_tensor(x, [1, depth, block] if transposed else [1, block, depth])
         return read, TensorDescriptor.from_tensor(x, square), TensorDescriptor.from_tensor(out, square), *constants
 
     like = arguments(

@@ -19,8 +19,8 @@ from compiled_optim.lowering.kernels.triton import current_device, dtype_name, l
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.stacks import Axes, StackUpdate, Step
 from compiled_optim.rule.symbols import Dialect
+from compiled_optim.rule.tensor_program import Axes, TensorOp, TensorProgram
 
 Values: TypeAlias = dict[str, Tensor]
 
@@ -113,7 +113,7 @@ class StackSource(Schedule):
 
     _division = "//"
 
-    def __init__(self, key: KernelKey, update: StackUpdate, tiling: Tiling | None) -> None:
+    def __init__(self, key: KernelKey, update: TensorProgram, tiling: Tiling | None) -> None:
         super().__init__(key, update, torch.bfloat16)
         self.tiling = tiling
         words = _WORDS.format(compute=dtype_name(compute_dtype(key.dtypes[0])))
@@ -145,17 +145,17 @@ class StackSource(Schedule):
             value = f"tl.load({self._element(name, loop)})"
             value = f"T({value})" if self.dtypes[name].is_floating_point else f"{value}.to(tl.int32)"
             body.append(f"{name} = {'factor * ' * (name == 'grad')}{value}")
-        steps = [f"{step.name} = {step.expression.replace('rounded(', 'half(')}" for step in loop.steps]
-        body += [re.sub(_NUMBER, r"number\1", text) for text in steps]
-        before += [f"number{i} = number(numbers, {i})" for i in dict.fromkeys(re.findall(_NUMBER, "\n".join(steps)))]
+        statements = [f"{op.name} = {op.expression.replace('rounded(', 'half(')}" for op in loop.ops]
+        body += [re.sub(_NUMBER, r"number\1", text) for text in statements]
+        before += [f"number{i} = number(numbers, {i})" for i in dict.fromkeys(re.findall(_NUMBER, "\n".join(statements)))]
         for to, new in loop.stores.items():
             place, *mask = self._element(to, loop).split(", ")
             dtype = self.dtypes[to]
             narrow = f"{new}{'.to(tl.float32)' * (dtype in (torch.bfloat16, torch.float16))}.to({dtype_name(dtype)})"
             body.append(f"tl.store({', '.join([place, narrow, *mask])})")
         after: list[str] = []
-        for step in loop.sums.values():
-            for lines, more in zip((before, body, after), self._sum(step, loop), strict=True):
+        for op in loop.sums.values():
+            for lines, more in zip((before, body, after), self._sum(op, loop), strict=True):
                 lines += more
         own = [f"at_{name}" for name in self.own(loop)]
         return _LOOP.format(
@@ -169,28 +169,28 @@ class StackSource(Schedule):
             **{"before": indented(before, "    "), "body": indented(body, "        "), "after": indented(after, "    ")},
         )
 
-    def _sum(self, step: Step, loop: Loop) -> tuple[list[str], list[str], list[str]]:
+    def _sum(self, op: TensorOp, loop: Loop) -> tuple[list[str], list[str], list[str]]:
         """What a kernel does for a sum before its tiles, in each, and after them."""
-        (outer, inner), name = _tiled(loop.axes), f"sum_{step.name}"
+        (outer, inner), name = _tiled(loop.axes), f"sum_{op.name}"
         part, copies = "0", "1"
-        for d in (d for d, letter in enumerate(loop.axes) if letter and not step.axes[d]):
+        for d in (d for d, letter in enumerate(loop.axes) if letter and not op.axes[d]):
             number, place = {inner: ("right", "right_of"), outer: ("down", "below")}.get(d, (size(loop.axes[d]), f"i{d}"))
             part, copies = f"({part}) * {number} + {place}", f"{copies} * {number}"
-        index, mask = self._index(step.axes, loop), self._mask(step.axes, loop)
-        if step.kind == "largest":
+        index, mask = self._index(op.axes, loop), self._mask(op.axes, loop)
+        if op.kind == "largest":
             groups = f"i{inner}_of_groups = first // {GROUP} + tl.arange(0, {_width(outer)} // {GROUP})[None, :]"
             index, mask = (text.replace(f"i{inner} // {GROUP}", f"i{inner}_of_groups") for text in (index, mask))
-            to = f"at_{step.name} + t * ({numel(step.axes)}) + {index}"
-            return [], [groups, f"tl.store({to}, largest({step.reads[0]}, inside), mask={mask})"], []
-        place = f"at_partial_{step.name} + (t * ({copies}) + {part}) * ({numel(step.axes)}) + {index}"
+            to = f"at_{op.name} + t * ({numel(op.axes)}) + {index}"
+            return [], [groups, f"tl.store({to}, largest({op.reads[0]}, inside), mask={mask})"], []
+        place = f"at_partial_{op.name} + (t * ({copies}) + {part}) * ({numel(op.axes)}) + {index}"
         mask = f", mask={mask}" * bool(mask)
-        value = f"tl.where(inside, {step.reads[0]}, 0.0)"
-        if outer is None or step.axes[outer]:
+        value = f"tl.where(inside, {op.reads[0]}, 0.0)"
+        if outer is None or op.axes[outer]:
             in_row = f"tl.sum(tl.reshape(sums_of_rows({value}, {_ROW}), [ROWS, {_COLUMNS // _ROW}]), axis=1, keep_dims=True)"
-            each = f"{value}.to(tl.float64)" if inner is not None and step.axes[inner] else in_row
+            each = f"{value}.to(tl.float64)" if inner is not None and op.axes[inner] else in_row
             if each != in_row or outer is not None:
                 return [], [f"tl.store({place}, {each}{mask})"], []
-        if inner is not None and step.axes[inner]:
+        if inner is not None and op.axes[inner]:
             count, sums, total = str(_COLUMNS), f"sums_along({value}, 0)", f"{name}[None, :]"
         else:
             count, sums, total = f"ROWS * {_COLUMNS} // ROW", f"sums_of_rows({value}, ROW)", f"tl.sum({name}, axis=0)"
@@ -237,7 +237,7 @@ class StackKernels:
         self._source, self._count, self._module = source, shape[0], load(source.text)
         self._device = torch.device(key.device)
         self._sizes = source.update.sizes(shape[1:])
-        self._sizes |= {name: self._copies(step, loop) for name, (loop, step) in source.partial.items()}
+        self._sizes |= {name: self._copies(op, loop) for name, (loop, op) in source.partial.items()}
         numbers = torch.tensor([*source.update.numbers, 0.0], dtype=torch.float64, device="cpu")
         self._numbers = numbers.to(self._device)
         with current_device(self._device):
@@ -289,37 +289,39 @@ class StackKernels:
 
         return _Part([name for name in own if name not in makes], makes, run)
 
-    def _copies(self, step: Step, loop: Loop) -> int:
+    def _copies(self, op: TensorOp, loop: Loop) -> int:
         """How many partial sums a sum has for each element."""
         outer, inner = _tiled(loop.axes)
         right, down = self._tiles(loop)
-        gone = (d for d, letter in enumerate(loop.axes) if letter and not step.axes[d])
+        gone = (d for d, letter in enumerate(loop.axes) if letter and not op.axes[d])
         return math.prod({inner: right, outer: down}.get(d, self._sizes[loop.axes[d]]) for d in gone)
 
     def _added(self, partial: str) -> _Part:
-        _, step = self._source.partial[partial]
-        makes = self._made(step.name)
-        shape, dtype = makes[step.name]
+        _, op = self._source.partial[partial]
+        makes = self._made(op.name)
+        shape, dtype = makes[op.name]
         numel = math.prod(shape[1:])
         wide = 1 if numel == 1 else 32
         counts = self._sizes[partial], numel, _ADDED // wide, wide
         launch = launcher(self._module.add, (-(-numel // wide), self._count), (torch.float64, dtype), counts, self._device)
-        return _Part([partial], makes, lambda values, _: launch([values[partial], values[step.name]], counts))
+        return _Part([partial], makes, lambda values, _: launch([values[partial], values[op.name]], counts))
 
-    def _symmetric(self, step: Step) -> Callable[[Values, int], object] | None:
+    def _symmetric(self, op: TensorOp) -> Callable[[Values, int], object] | None:
         """What computes a product that is symmetric; None where torch does, or it is not known to be."""
-        (name, *others), tiling, turned = step.reads, self._source.tiling, step.turned[0]
-        if tiling is None or not (step.kind == "quadratic" or (step.half and others == [name] and turned != step.turned[1])):
+        (name, *others), tiling, transposed = op.reads, self._source.tiling, op.transposed[0]
+        if tiling is None or not (
+            op.kind == "quadratic" or (op.half and others == [name] and transposed != op.transposed[1])
+        ):
             return None
-        numbers = [(kind == "k", int(place)) for kind, place in re.findall(r"(k|numbers\[)(\d+)", step.expression)]
+        numbers = [(kind == "k", int(place)) for kind, place in re.findall(r"(k|numbers\[)(\d+)", op.expression)]
         kind = ("each" if numbers[0][0] else "same") if numbers else ""
         shape = self._source.shape(name, self._count, self._sizes)
-        multiplied = multiplier(self._module, tiling, shape, self._device, turned=turned, numbers=kind)
+        multiplied = multiplier(self._module, tiling, shape, self._device, transposed=transposed, numbers=kind)
 
         def run(values: Values, count: int) -> None:
             coefficients, constants = values["coefficients"], values["numbers"]
             given = [coefficients[1 + place] if of_rule else constants[place:] for of_rule, place in numbers]
-            multiplied(values[name], values[step.name], given or [constants] * 3, values["index"])
+            multiplied(values[name], values[op.name], given or [constants] * 3, values["index"])
 
         return run
 

@@ -20,7 +20,7 @@ from compiled_optim.rule.rule import INDEX, Rule, number_type
 from compiled_optim.rule.symbols import OF_FORMATS, WORDS, Code, Dialect, Kind, NotWritable, Symbol
 from compiled_optim.rule.vocabulary import sqrt, where
 
-StepKind: TypeAlias = Literal["element", "sum", "largest", "product", "quadratic", "turn"]
+OpKind: TypeAlias = Literal["element", "sum", "largest", "product", "quadratic", "transpose"]
 Axes: TypeAlias = tuple[str, ...]
 """For each dimension of a stack but the first, the letter of its size; empty where a value is the same all along it.
 
@@ -35,22 +35,22 @@ _COMPARISONS = {"==", "!=", "<", "<=", ">", ">="}
 
 
 @dataclass(frozen=True)
-class Step:
+class TensorOp:
     """What defines one value: an ``expression`` of those that it reads, or a sum, product or copy of them.
 
-    ``"largest"`` is the largest integer of each group, at least 0. A ``"product"`` is of two matrices, each turned before
-    where ``turned`` says so. ``"quadratic"`` is a + b * x + c * x @ x of a symmetric matrix, with three numbers in its
-    expression. ``"turn"`` is the transposed matrix. A value is ``half`` if it is a bfloat16 number, and ``is_int`` if it is
-    a 32-bit integer.
+    ``"largest"`` is the largest integer of each group, at least 0. A ``"product"`` is of two matrices, each transposed
+    first where ``transposed`` says so. ``"quadratic"`` is a + b * x + c * x @ x of a symmetric matrix, with three numbers
+    in its expression. ``"transpose"`` is the transposed matrix. A value is ``half`` if it is a bfloat16 number, and
+    ``is_int`` if it is a 32-bit integer.
     """
 
     name: str
-    kind: StepKind
+    kind: OpKind
     axes: Axes
     reads: tuple[str, ...]
     expression: str = ""
     half: bool = False
-    turned: tuple[bool, bool] = (False, False)
+    transposed: tuple[bool, bool] = (False, False)
     is_int: bool = False
 
     @property
@@ -60,23 +60,23 @@ class Step:
 
 
 @dataclass(frozen=True)
-class StackUpdate:
-    """A rule's update of a stack: its steps, and the names of the new parameter and buffers.
+class TensorProgram:
+    """A rule's update of a stack: its operations, and the names of the new parameter and buffers.
 
-    The steps read ``param``, ``grad``, ``buffer0``, ..., whose axes are ``inputs``, ``k0``, ... for coefficients, ``i0``,
+    They read ``param``, ``grad``, ``buffer0``, ..., whose axes are ``inputs``, ``k0``, ... for coefficients, ``i0``,
     ... for the place of an element along each axis, ``size_c``, ... for sizes, and the ``numbers`` by their places.
     """
 
     axes: Axes
     inputs: Mapping[str, Axes]
-    steps: Sequence[Step]
+    ops: Sequence[TensorOp]
     results: Mapping[str, str]
     numbers: Sequence[float]
 
     @property
     def letters(self) -> list[str]:
         """The letters of all sizes."""
-        axes = [self.axes, *self.inputs.values(), *(step.axes for step in self.steps)]
+        axes = [self.axes, *self.inputs.values(), *(op.axes for op in self.ops)]
         return list(dict.fromkeys(filter(None, itertools.chain(*axes))))
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
@@ -94,25 +94,25 @@ class _Count:
     __hash__ = None  # type: ignore[assignment]
 
 
-class StackSymbol(Symbol):
-    """A stack in an update. It is ``turned`` where its matrices lie in memory as the transposed ones.
+class TensorSymbol(Symbol):
+    """A stack in an update. It is ``transposed`` where its matrices lie in memory as the transposed ones.
 
     Its numbers are ``half`` precision, or a ``mask`` of yes and no.
     """
 
-    __slots__ = ("axes", "half", "mask", "turned")
-    code: StackCode
+    __slots__ = ("axes", "half", "mask", "transposed")
+    code: TensorCode
 
     def __init__(
-        self, code: StackCode, name: str, axes: Axes, *, half: bool = False, turned: bool = False, is_int: bool = False
+        self, code: TensorCode, name: str, axes: Axes, *, half: bool = False, transposed: bool = False, is_int: bool = False
     ) -> None:
         super().__init__(code, name, Kind(is_int))
-        self.axes, self.half, self.turned, self.mask = axes, half, turned, False
+        self.axes, self.half, self.transposed, self.mask = axes, half, transposed, False
 
     @property
     def seen(self) -> Axes:
         """The axes, as the update sees them."""
-        return (*self.axes[:-2], self.axes[-1], self.axes[-2]) if self.turned else self.axes
+        return (*self.axes[:-2], self.axes[-1], self.axes[-2]) if self.transposed else self.axes
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -125,12 +125,12 @@ class StackSymbol(Symbol):
         return torch.bfloat16 if self.half else self.code.dtype
 
     @property
-    def mT(self) -> StackSymbol:
+    def mT(self) -> TensorSymbol:
         """The transposed matrices."""
         self.code.refuse_masks(self)
-        return StackSymbol(self.code, self.name, self.axes, half=self.half, turned=not self.turned)
+        return TensorSymbol(self.code, self.name, self.axes, half=self.half, transposed=not self.transposed)
 
-    def contiguous(self) -> StackSymbol:
+    def contiguous(self) -> TensorSymbol:
         """The same stack, lying in memory as it is seen."""
         self.code.refuse_masks(self)
         return self.code.upright(self)
@@ -139,17 +139,18 @@ class StackSymbol(Symbol):
         """The number of dimensions."""
         return 1 + len(self.axes)
 
-    def to(self, dtype: torch.dtype) -> StackSymbol:
+    def to(self, dtype: torch.dtype) -> TensorSymbol:
         """The same numbers in bfloat16, or in the dtype of computations."""
         if dtype not in (torch.bfloat16, self.code.dtype):
             raise NotWritable(f"computes in {dtype}")
         if self.mask:
-            return self.code.append("element", self.axes, (self.name,), f"T({self.name})", turned=self.turned).to(dtype)
+            number = f"T({self.name})"
+            return self.code.append("element", self.axes, (self.name,), number, transposed=self.transposed).to(dtype)
         if (half := dtype == torch.bfloat16) and not self.half:
             return self.code.append(
-                "element", self.axes, (self.name,), f"rounded({self.name})", half=True, turned=self.turned
+                "element", self.axes, (self.name,), f"rounded({self.name})", half=True, transposed=self.transposed
             )
-        return StackSymbol(self.code, self.name, self.axes, half=half, turned=self.turned)
+        return TensorSymbol(self.code, self.name, self.axes, half=half, transposed=self.transposed)
 
     def mean(self, dim: int | Sequence[int], *, keepdim: bool) -> Any:
         """The mean along dimensions, which stay, of size 1."""
@@ -157,26 +158,26 @@ class StackSymbol(Symbol):
         gone = [f"size_{letter}" for letter, left in zip(self.axes, total.axes, strict=True) if letter != left]
         return self.code.assign(f"{total.name} / T({' * '.join(gone)})", total) if gone else self
 
-    def sum(self, dim: int | Sequence[int], *, keepdim: bool) -> StackSymbol:
+    def sum(self, dim: int | Sequence[int], *, keepdim: bool) -> TensorSymbol:
         """The sum along dimensions, which stay, of size 1."""
         dims = {d % self.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
         self.code.refuse_masks(self)
         if not keepdim or not dims or 0 in dims or self.half:
             raise NotWritable("sums along all or the first dimension, or drops dimensions, or sums in bfloat16")
         axes = tuple("" if d in dims else letter for d, letter in enumerate(self.seen, 1))
-        axes = (*axes[:-2], axes[-1], axes[-2]) if self.turned else axes
+        axes = (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
         if axes == self.axes:
             return self
-        return self.code.append("sum", axes, (self.name,), turned=self.turned)
+        return self.code.append("sum", axes, (self.name,), transposed=self.transposed)
 
-    def __matmul__(self, other: StackSymbol) -> StackSymbol:
+    def __matmul__(self, other: TensorSymbol) -> TensorSymbol:
         left, right = self.seen, other.seen
         fit = len(left) > 1 and left[:-2] == right[:-2] and left[-1] == right[-2]
         if not fit or "" in (*left, *right) or self.half != other.half:
             raise NotWritable("multiplies what are not two matrices of one dtype that fit each other")
         names = self.code.computed(self), self.code.computed(other)
-        turned = (self.turned, other.turned)
-        return self.code.append("product", (*left[:-1], right[-1]), names, half=self.half, flips=turned)
+        transposed = (self.transposed, other.transposed)
+        return self.code.append("product", (*left[:-1], right[-1]), names, half=self.half, flips=transposed)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -185,12 +186,12 @@ class StackSymbol(Symbol):
         return super().__torch_function__(function, types, args, kwargs)
 
 
-def _lerp(start: StackSymbol, end: StackSymbol, weight: StackSymbol) -> Any:
+def _lerp(start: TensorSymbol, end: TensorSymbol, weight: TensorSymbol) -> Any:
     way = end - start
     return where(weight < 0.5, start + weight * way, end - way * (1 - weight))
 
 
-def _vector_norm(x: StackSymbol, ord: float = 2, dim: int | Sequence[int] = (), *, keepdim: bool = False) -> Any:
+def _vector_norm(x: TensorSymbol, ord: float = 2, dim: int | Sequence[int] = (), *, keepdim: bool = False) -> Any:
     if ord != 2:
         raise NotWritable("takes a norm of another order than 2")
     return sqrt((x * x).sum(dim, keepdim=keepdim))
@@ -202,14 +203,14 @@ _FUNCTIONS: dict[Any, Callable[..., Any]] = {
 }
 
 
-class StackCode(Code):
-    """The steps of one update of stacks with these ``sizes`` by letter, which computes in ``dtype``."""
+class TensorCode(Code):
+    """The operations of one update of stacks with these ``sizes`` by letter, which computes in ``dtype``."""
 
     def __init__(self, dialect: Dialect, sizes: Mapping[str, int], dtype: torch.dtype) -> None:
         super().__init__(dialect, "e")
         self.sizes, self.dtype = sizes, dtype
         self.numbers: list[float] = []
-        self.steps: dict[Step, str] = {}  # the name of each value, by the step that defines it
+        self.ops: dict[TensorOp, str] = {}  # the name of each value, by the operation that defines it
 
     def operand(self, value: Any, *, is_int: bool = False) -> str:
         """As for any code; a Python number has a place in ``numbers``, so that code does not depend on it."""
@@ -220,7 +221,7 @@ class StackCode(Code):
 
     def binary(self, operator: str, left: Any, right: Any) -> Any:
         """As for any code, of symbols that lie in the same way; the result of a comparison is a mask."""
-        symbols = [value for value in (left, right) if isinstance(value, StackSymbol)]
+        symbols = [value for value in (left, right) if isinstance(value, TensorSymbol)]
         combines = operator in (self.dialect.both, self.dialect.either) and not any(s.kind.is_int for s in symbols)
         if not combines:
             self.refuse_masks(*symbols)
@@ -246,7 +247,7 @@ class StackCode(Code):
             raise NotWritable(f"takes {name} in bfloat16 or float64")
         if name == "group_max":
             (x,) = values
-            if x.turned:
+            if x.transposed:
                 raise NotWritable("stores transposed matrices in groups of elements")
             assert x.axes[-1] == _COLUMNS, "rows of one element have no groups"
             return self.append("largest", (*x.axes[:-1], OF_GROUPS), (x.name,), is_int=True)
@@ -257,15 +258,15 @@ class StackCode(Code):
         if name == "power" and isinstance(values[1], (int, float)):  # which compilers make a product of
             base, exponent = values
             expression = f"power_({base.name}, T({float(exponent)!r}))"
-            return self.append("element", base.axes, (base.name,), expression, turned=base.turned)
+            return self.append("element", base.axes, (base.name,), expression, transposed=base.transposed)
         return super().call(name, *self._aligned(*values))
 
-    def _quadratic(self, x: StackSymbol, *rest: Any) -> StackSymbol:
+    def _quadratic(self, x: TensorSymbol, *rest: Any) -> TensorSymbol:
         """One operation on bfloat16 numbers, if the language has that and all numbers are coefficients, or all constants."""
         *numbers, dtype = rest
         kinds = {getattr(number, "name", "constant")[0] for number in numbers}
         if not (self.dialect.quadratic and x.half and dtype == self.dtype and all(x.axes) and kinds in ({"k"}, {"c"})):
-            return cast(StackSymbol, WORDS["quadratic"].__wrapped__(x, *rest))  # type: ignore[attr-defined]
+            return cast(TensorSymbol, WORDS["quadratic"].__wrapped__(x, *rest))  # type: ignore[attr-defined]
         text = ", ".join(map(self.operand, numbers))
         return self.append("quadratic", x.axes, (self.computed(x),), text, half=True)
 
@@ -275,8 +276,8 @@ class StackCode(Code):
             raise NotWritable("computes with a comparison")
 
     def assign(self, expression: str, *operands: Any, is_int: bool = False, word: str = "") -> Any:
-        """Append a step on elements, and return the symbol of its result."""
-        read = [value for value in operands if isinstance(value, StackSymbol)]
+        """Append an operation on elements, and return the symbol of its result."""
+        read = [value for value in operands if isinstance(value, TensorSymbol)]
         if all(value.half for value in read):
             raise NotWritable("computes in bfloat16")
         axes: list[str] = []
@@ -285,77 +286,78 @@ class StackCode(Code):
                 raise NotWritable("computes with stacks whose shapes do not fit each other")
             axes += found or {""}
         names = tuple(value.name for value in read)
-        turned = any(value.turned for value in read if any(value.axes[-2:]))
-        return self.append("element", tuple(axes), names, expression, turned=turned, is_int=is_int)
+        transposed = any(value.transposed for value in read if any(value.axes[-2:]))
+        return self.append("element", tuple(axes), names, expression, transposed=transposed, is_int=is_int)
 
     def append(
         self,
-        kind: StepKind,
+        kind: OpKind,
         axes: Axes,
         reads: tuple[str, ...],
         expression: str = "",
         *,
         half: bool = False,
         flips: tuple[bool, bool] = (False, False),
-        turned: bool = False,
+        transposed: bool = False,
         is_int: bool = False,
-    ) -> StackSymbol:
-        """Append a step, unless there is one like it, and return the symbol of its result."""
-        name = self.steps.setdefault(Step("", kind, axes, reads, expression, half, flips, is_int), f"e{len(self.steps)}")
-        return StackSymbol(self, name, axes, half=half, turned=turned, is_int=is_int)
+    ) -> TensorSymbol:
+        """Append an operation, unless there is one like it, and return the symbol of its result."""
+        name = self.ops.setdefault(TensorOp("", kind, axes, reads, expression, half, flips, is_int), f"e{len(self.ops)}")
+        return TensorSymbol(self, name, axes, half=half, transposed=transposed, is_int=is_int)
 
     def _aligned(self, *values: Any) -> Sequence[Any]:
-        """``values`` that all lie as they are seen, or are all turned."""
-        turned = {v.turned for v in values if isinstance(v, StackSymbol) and any(v.axes[-2:])}
+        """``values`` that all lie as they are seen, or are all transposed."""
+        transposed = {v.transposed for v in values if isinstance(v, TensorSymbol) and any(v.axes[-2:])}
         return [
-            self.upright(v) if isinstance(v, StackSymbol) and (len(turned) > 1 or self._is_product(v)) else v for v in values
+            self.upright(v) if isinstance(v, TensorSymbol) and (len(transposed) > 1 or self._is_product(v)) else v
+            for v in values
         ]
 
-    def upright(self, symbol: StackSymbol) -> StackSymbol:
+    def upright(self, symbol: TensorSymbol) -> TensorSymbol:
         """The same stack, lying in memory as it is seen."""
-        if not symbol.turned or not any(symbol.axes[-2:]):
+        if not symbol.transposed or not any(symbol.axes[-2:]):
             return symbol
         if "" in symbol.axes[-2:]:
             raise NotWritable("transposes sums along rows or columns")
-        if (step := self._step(symbol)) is not None and step.kind == "product":  # of the transposed factors, in turn
-            flips = not step.turned[1], not step.turned[0]
-            made = self.append("product", symbol.seen, step.reads[::-1], half=step.half, flips=flips)
-            return StackSymbol(self, made.name, made.axes, half=symbol.half)
-        return self.append("turn", symbol.seen, (self.computed(symbol),), half=symbol.half)
+        if (op := self._op(symbol)) is not None and op.kind == "product":  # of the transposed factors, in turn
+            flips = not op.transposed[1], not op.transposed[0]
+            made = self.append("product", symbol.seen, op.reads[::-1], half=op.half, flips=flips)
+            return TensorSymbol(self, made.name, made.axes, half=symbol.half)
+        return self.append("transpose", symbol.seen, (self.computed(symbol),), half=symbol.half)
 
-    def computed(self, symbol: StackSymbol) -> str:
-        """The name of a step that defines ``symbol``, which may be something that the update takes, or rounded numbers."""
+    def computed(self, symbol: TensorSymbol) -> str:
+        """Return the name of an operation that defines ``symbol``, which may be an input, or rounded numbers."""
         self.refuse_masks(symbol)
-        if (step := self._step(symbol)) is not None and step.half == symbol.half:
+        if (op := self._op(symbol)) is not None and op.half == symbol.half:
             return symbol.name
         return self.append("element", symbol.axes, (symbol.name,), symbol.name).name
 
-    def _is_product(self, symbol: StackSymbol) -> bool:
-        return (step := self._step(symbol)) is not None and step.kind == "product"
+    def _is_product(self, symbol: TensorSymbol) -> bool:
+        return (op := self._op(symbol)) is not None and op.kind == "product"
 
-    def _step(self, symbol: StackSymbol) -> Step | None:
-        return next((step for step, name in self.steps.items() if name == symbol.name), None)
+    def _op(self, symbol: TensorSymbol) -> TensorOp | None:
+        return next((op for op, name in self.ops.items() if name == symbol.name), None)
 
 
 def written(
     rule: Rule, statics: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype, dialect: Dialect
-) -> StackUpdate:
+) -> TensorProgram:
     """The update of stacks whose tensors have this ``shape``, as it sees it, in another language.
 
     Raises:
-        NotWritable: the update uses what :class:`StackSymbol` does not know.
+        NotWritable: the update uses what :class:`TensorSymbol` does not know.
     """
     if (letters := _LETTERS.get(len(shape))) is None:
         raise NotWritable("sees more than three dimensions")
     spared = "rc" if letters == "brc" else ""  # loops over rows or columns of one element would take long
     axes = tuple(letter if size > 1 or letter not in spared else "" for letter, size in zip(letters, shape, strict=True))
-    code = StackCode(dialect, dict(zip(axes, shape, strict=True)), dtype)
+    code = TensorCode(dialect, dict(zip(axes, shape, strict=True)), dtype)
     inputs = dict.fromkeys(("param", "grad"), axes)
     values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in rule.buffers)}
     present, integers = rule.present_buffers(statics), rule.integer_buffers(statics)
     for i, name in enumerate(present):
         inputs[f"buffer{i}"] = own = _axes_of(next(b for b in rule.buffers if b.name == name), axes)
-        values[name] = StackSymbol(code, f"buffer{i}", own, is_int=name in integers)
+        values[name] = TensorSymbol(code, f"buffer{i}", own, is_int=name in integers)
     if rule.reads_index(statics):
         place = "0"
         for d, letter in enumerate(axes):
@@ -363,20 +365,20 @@ def written(
         values[INDEX] = code.append("element", axes, (), f"place({place})", is_int=True)
     names = rule.coefficient_names(statics)
     same = ("",) * len(axes)
-    c = number_type(names)(*[StackSymbol(code, f"k{i}", same) for i in range(len(names))])
-    values |= {name: StackSymbol(code, name, axes) for name in ("param", "grad")} | {"c": c}
+    c = number_type(names)(*[TensorSymbol(code, f"k{i}", same) for i in range(len(names))])
+    values |= {name: TensorSymbol(code, name, axes) for name in ("param", "grad")} | {"c": c}
     results = rule.updated(values)
     found = {}
     for name, old in {"param": "param", **{n: f"buffer{i}" for i, n in enumerate(present)}}.items():
-        if not isinstance(symbol := results[name], StackSymbol) or symbol.seen != inputs[old]:
+        if not isinstance(symbol := results[name], TensorSymbol) or symbol.seen != inputs[old]:
             raise NotWritable(f"returns a {name} of another shape")
         found[old] = code.upright(symbol).name
-    steps, needed = [], {*found.values()}
-    for step, name in reversed(code.steps.items()):
+    ops, needed = [], {*found.values()}
+    for op, name in reversed(code.ops.items()):
         if name in needed:
-            steps.append(dataclasses.replace(step, name=name))
-            needed |= {*step.reads}
-    return StackUpdate(axes, inputs, steps[::-1], found, code.numbers)
+            ops.append(dataclasses.replace(op, name=name))
+            needed |= {*op.reads}
+    return TensorProgram(axes, inputs, ops[::-1], found, code.numbers)
 
 
 def _axes_of(buffer: Buffer, axes: Axes) -> Axes:
