@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -71,3 +72,40 @@ def test_another_classes_checkpoint_is_refused_by_name(source: Any, target: Any,
     else:
         assert optimizer.load_state_dict(saving.state_dict(), strict=False).mismatched
         assert not optimizer.state[other].keys() - {*target._state_names()}
+
+
+@pytest.mark.parametrize("kind", [co.SGD, co.AdamW, co.Lion, co.RMSprop], ids=lambda k: k.__name__)
+def test_a_schedule_free_wrapper_is_resumed(kind: Any) -> None:
+    """It keeps ``z`` in the state of the optimizer that it wraps, and numbers in its groups."""
+    schedulefree = pytest.importorskip("schedulefree")
+
+    def wrapped(optimizer: type[torch.optim.Optimizer]) -> tuple[torch.nn.Linear, Any]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 4, dtype=torch.float64)
+        return model, schedulefree.ScheduleFreeWrapper(optimizer(model.parameters(), lr=0.05), momentum=0.9)
+
+    def train(model: torch.nn.Linear, optimizer: Any) -> None:
+        optimizer.train()
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.randn(8, 6, dtype=torch.float64)).square().mean().backward()
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "nothing reads")  # the wrapper's own keys of a group
+                optimizer.step()
+        optimizer.eval()
+
+    model, optimizer = wrapped(kind)
+    train(model, optimizer)
+    resumed, its_optimizer = wrapped(kind)
+    resumed.load_state_dict(model.state_dict())
+    assert not any(its_optimizer.base.load_state_dict(copy.deepcopy(optimizer.state_dict()), strict=True))
+    for each in ((model, optimizer), (resumed, its_optimizer)):
+        torch.manual_seed(1)
+        train(*each)
+    assert all(map(torch.equal, model.parameters(), resumed.parameters()))
+    if kind is co.SGD:
+        reference = wrapped(torch.optim.SGD)
+        train(*reference)
+        torch.manual_seed(1)
+        train(*reference)
+        torch.testing.assert_close([*resumed.parameters()], [*reference[0].parameters()], rtol=1e-12, atol=0)
