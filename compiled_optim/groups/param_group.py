@@ -233,7 +233,7 @@ class ParamGroup(WatchedDict[str, Any]):
             self._put(key, [number for _, number in pairs])
 
     def floats(self, read: Callable[[Live], float | Tensor] = Live.as_float) -> dict[str, Any]:
-        """Return the hyperparameters as floats or tuples. This may wait for the device, but not if ``read`` is ``Live.value``."""
+        """Return the hyperparameters as floats or tuples. ``read=Live.value`` avoids waiting for the device."""
         shown = filter(self._is_shown, self._hypers)
         return {key: self._hypers[key].plain([read(number) for number in self._held(key)]) for key in shown}
 
