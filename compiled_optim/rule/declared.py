@@ -18,7 +18,7 @@ from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Gra
 from compiled_optim.rule.transforms import PARAM, Accumulation, started
 
 _MEANINGS = {
-    "coefficients": "Return what an update needs, once for each tensor and step: numbers made of step and hyperparameters.",
+    "coefficients": "Return the numbers for an update, made of step and hyperparameters, once for each tensor and step.",
     "reduce": "Return means over a tensor, and totals over all parameters.",
     "adapt": "Return new values of the numbers that all parameters share, once for each step.",
     "update": "Return new values of an element of a parameter and of its state.",
@@ -127,7 +127,7 @@ class Declared:
         sentences = {**_ARGUMENTS, "weight_decay": _WEIGHT_DECAY[cls._decays or "weights"]}
         declared = [field for field in cls._declared.values() if field.name in cls.__signature__.parameters]  # type: ignore[attr-defined]
         lines = [f"    {f.name}: {doc}" for f in declared if (doc := f.doc or sentences.get(f.name))]
-        others = "``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised."
+        others = "``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and the errors."
         widened = "Arithmetic is in float32 for parameters of fewer bits, also of averages, unlike in torch.optim."
         cls.__doc__ = "\n".join([inspect.cleandoc(docstring), "", "Args:", *lines, "", others, widened])
 

@@ -108,7 +108,7 @@ def _described(name: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class Field:
-    """One declared name, which is filled in when the class body is read; ``doc`` is what ``help`` says of the argument."""
+    """One declared name, which is set when the class body is read; ``doc`` is the text of ``help`` about the argument."""
 
     name: str = dataclasses.field(default="", kw_only=True)
     doc: str = dataclasses.field(default="", kw_only=True)

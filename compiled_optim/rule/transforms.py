@@ -29,7 +29,7 @@ def started(rule: Rule) -> Rule:
     if not rule.is_elementwise:
         raise TypeError(f"{rule.name}.{names[0]}: init={PARAM!r} is for an elementwise update with dense gradients")
     if _STARTS in rule.coefficient_names():
-        raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, which is what a buffer with init={PARAM!r} needs")
+        raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, a name that a buffer with init={PARAM!r} needs")
 
     def coefficients(values: Values) -> dict[str, Any]:
         return {**rule.coefficients(values), _STARTS: where(values["step"] == 1, 1.0, 0.0)}
