@@ -88,7 +88,7 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
     Args:
         values: the first content, by position as for a dict: some libraries make a copy with ``type(mapping)(items)``.
-        changes: where to report; None for a dict that is in no optimizer yet.
+        changes: takes the reports; None for a dict that is in no optimizer yet.
         names: the keys that steps read in a parameter's state; None for all. Other keys are free for users.
     """
 
@@ -113,7 +113,7 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         """Write without reporting, for writes of the package that require no rebuild."""
         super().__setitem__(key, value)
 
-    update_quietly, drop_quietly = dict.update, dict.__delitem__  # without reporting; atomic
+    update_quietly, drop_quietly = dict.update, dict.__delitem__  # without reporting; no interrupt splits them
 
     def update(self, /, *args: Any, **kwargs: Any) -> None:
         for key, value in dict(*args, **kwargs).items():  # raises before the first write

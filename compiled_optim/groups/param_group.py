@@ -174,7 +174,7 @@ class ParamGroup(WatchedDict[str, Any]):
             if problem := numbers.problem(self.label):
                 is_replaced = key == "lr" and key not in self._loaded and numbers[0].replace_negative()
                 self.out_of_range[key], numbers.are_quick = (problem, is_replaced), False
-                if is_replaced and self._changes.is_guarded:  # compiled code may not check
+                if is_replaced and self._changes.is_guarded:  # compiled code does not check
                     self._changes.warn_of_rate(problem)
                 else:
                     self._changes.refuse()

@@ -113,7 +113,7 @@ def first_repeat(keys: Iterable[Hashable], taken: Iterable[Hashable] = ()) -> in
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """Return the constructor's ``params`` as a list of new group dicts. Raise an error unless they are iterable."""
+    """Return the constructor's ``params`` as a list of new group dicts. Raise an error if they are empty or no iterable."""
     _check_iterable(params, "params argument given to the optimizer")
     if isinstance(params, Mapping) and params:
         return [{"params": params}]
@@ -135,7 +135,7 @@ def _check_iterable(params: Any, what: str) -> None:
     elif isinstance(params, Mapping) and params:
         tensors = params.values()
         if all(isinstance(t, Tensor) and not (t.requires_grad or isinstance(t, nn.Parameter)) for t in tensors):
-            hint = " of tensors without gradients; did you mean named_parameters() in place of state_dict()?"
+            hint = " of tensors without gradients; did you mean named_parameters() instead of state_dict()?"
     if hint is not None:
         raise TypeError(f"{what} should be an iterable of Tensors or dicts, but got {torch.typename(params)}{hint}")
 
@@ -164,7 +164,7 @@ def check_params(
 ) -> None:
     """Raise an error unless ``optimizer`` takes ``group``, at ``index``. Integer tensors pass: they get no gradients.
 
-    ``elsewhere`` has the names of tensors in other groups, by ``id``. All groups must have names if the ``first`` has.
+    ``elsewhere`` has the names of tensors in other groups, by ``id``. All groups have names, or none, like the ``first``.
     """
     differentiable, stacks = group.get("differentiable", False), group.get("stacks") or ()
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):

@@ -180,7 +180,7 @@ def check_names(
 
 
 def check_kept(choices: Iterable[Scale | Option], group: Mapping[str, Any], gone: set[str], left: Collection[str]) -> None:
-    """Raise ``ValueError`` where a group's choice is by names that are all ``gone``, and by none that are ``left``."""
+    """Raise ``ValueError`` where a group's choice names only parameters that are ``gone``, and none that are ``left``."""
     for choice in choices:
         keys = group.get(choice.name) or ()
         is_by_name = choice.patterns if isinstance(choice, Option) else isinstance(keys, Mapping)

@@ -306,7 +306,7 @@ def called_while_tracing(function: F) -> F:
 
 
 def guard_items(owner: object, path: str) -> None:
-    """Make the current trace invalid once tensors that it found elsewhere are no longer the items of this list.
+    """Make the current trace invalid once tensors that it also found elsewhere are not the items of this list.
 
     ``owner`` is an object that Dynamo traced, and ``path`` leads from there to the list, as in ``"step.params"``. Dynamo
     itself guards neither the identity of an optimizer's tensors nor that parameters are distinct.

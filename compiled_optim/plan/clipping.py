@@ -168,4 +168,4 @@ def square_sum(grads: Sequence[Tensor | None], device: torch.device) -> Tensor:
     if not reals:
         return torch.zeros((), dtype=dtype, device=device)
     norms = torch._foreach_norm(reals, 2, dtype=dtype)
-    return torch.stack(torch._foreach_mul(norms, norms)).sum()  # of a list: Inductor copies other stacked tensors singly
+    return torch.stack(torch._foreach_mul(norms, norms)).sum()  # one list: Inductor copies separate tensors one by one

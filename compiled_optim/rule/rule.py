@@ -65,7 +65,7 @@ def _once(method: F) -> F:
         try:
             if key not in cache:
                 cache[key] = method(self, statics, *arguments)
-        except TypeError:  # a choice that cannot be hashed, or a mistake of the rule
+        except TypeError:  # an unhashable choice, or an error of the rule
             return method(self, statics, *arguments)
         return cache[key]
 
@@ -315,7 +315,7 @@ class Rule(Declaration):
         return indices
 
     def seeing(self, seen: Callable[[Values], Values], **changes: Any) -> Rule:
-        """Return this rule with ``changes``; its elementwise functions get ``seen(values)`` in place of their values."""
+        """Return this rule with ``changes``; its elementwise functions get ``seen(values)`` instead of their values."""
 
         def within(function: Callable[[Values], dict[str, Any]]) -> Callable[[Values], dict[str, Any]]:
             return lambda values: function(seen(values))

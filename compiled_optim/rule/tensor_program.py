@@ -1,7 +1,7 @@
 """The update of a rule on whole tensors as statements: on elements, sums along axes, products of matrices.
 
 The update is called with symbols instead of stacks. These know the operations of torch that this module lists; where an
-update uses another one, :func:`written` raises :class:`NotWritable`, and a compiler for all of torch has to take it.
+update uses another one, :func:`written` raises :class:`NotWritable`, and only Inductor can compile the update.
 """
 
 from __future__ import annotations
@@ -110,14 +110,14 @@ class TensorSymbol(Symbol):
         self.axes, self.half, self.transposed, self.mask = axes, half, transposed, False
 
     @property
-    def seen(self) -> Axes:
+    def update_axes(self) -> Axes:
         """The axes, as the update sees them."""
         return (*self.axes[:-2], self.axes[-1], self.axes[-2]) if self.transposed else self.axes
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """The number of tensors, which nothing may use, and the sizes."""
-        return (_Count(), *(self.code.sizes.get(letter, 1) for letter in self.seen))
+        return (_Count(), *(self.code.sizes.get(letter, 1) for letter in self.update_axes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -164,17 +164,17 @@ class TensorSymbol(Symbol):
         self.code.refuse_masks(self)
         if not keepdim or not dims or 0 in dims or self.half:
             raise NotWritable("sums along all or the first dimension, or drops dimensions, or sums in bfloat16")
-        axes = tuple("" if d in dims else letter for d, letter in enumerate(self.seen, 1))
+        axes = tuple("" if d in dims else letter for d, letter in enumerate(self.update_axes, 1))
         axes = (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
         if axes == self.axes:
             return self
         return self.code.append("sum", axes, (self.name,), transposed=self.transposed)
 
     def __matmul__(self, other: TensorSymbol) -> TensorSymbol:
-        left, right = self.seen, other.seen
+        left, right = self.update_axes, other.update_axes
         fit = len(left) > 1 and left[:-2] == right[:-2] and left[-1] == right[-2]
         if not fit or "" in (*left, *right) or self.half != other.half:
-            raise NotWritable("multiplies what are not two matrices of one dtype that fit each other")
+            raise NotWritable("multiplies tensors that are not matrices of one dtype and matching shapes")
         names = self.code.computed(self), self.code.computed(other)
         transposed = (self.transposed, other.transposed)
         return self.code.append("product", (*left[:-1], right[-1]), names, half=self.half, flips=transposed)
@@ -226,7 +226,7 @@ class TensorCode(Code):
         if not combines:
             self.refuse_masks(*symbols)
         elif [s.mask for s in symbols] != [True, True]:
-            raise NotWritable("combines what are not two comparisons")
+            raise NotWritable("combines values that are not both comparisons")
         result: Any = super().binary(operator, *self._aligned(left, right))
         result.mask = combines or operator in _COMPARISONS
         return result
@@ -321,9 +321,9 @@ class TensorCode(Code):
             raise NotWritable("transposes sums along rows or columns")
         if (op := self._op(symbol)) is not None and op.kind == "product":  # of the transposed factors, in turn
             flips = not op.transposed[1], not op.transposed[0]
-            product = self.append("product", symbol.seen, op.reads[::-1], half=op.half, flips=flips)
+            product = self.append("product", symbol.update_axes, op.reads[::-1], half=op.half, flips=flips)
             return TensorSymbol(self, product.name, product.axes, half=symbol.half)
-        return self.append("transpose", symbol.seen, (self.computed(symbol),), half=symbol.half)
+        return self.append("transpose", symbol.update_axes, (self.computed(symbol),), half=symbol.half)
 
     def computed(self, symbol: TensorSymbol) -> str:
         """Return the name of an operation that defines ``symbol``; append a copy if it is an input, or rounded numbers."""
@@ -370,7 +370,7 @@ def written(
     results = rule.updated(values)
     outputs = {}
     for name, old in {"param": "param", **{n: f"buffer{i}" for i, n in enumerate(present)}}.items():
-        if not isinstance(symbol := results[name], TensorSymbol) or symbol.seen != inputs[old]:
+        if not isinstance(symbol := results[name], TensorSymbol) or symbol.update_axes != inputs[old]:
             raise NotWritable(f"returns a {name} of another shape")
         outputs[old] = code.upright(symbol).name
     ops, needed = [], {*outputs.values()}

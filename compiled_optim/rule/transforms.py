@@ -22,7 +22,7 @@ _STARTS = "first_step"  # the coefficient that is 1 in a parameter's first step,
 
 
 def started(rule: Rule) -> Rule:
-    """Return ``rule`` with a first step that copies the parameter, with all its bits, into buffers with ``init='param'``."""
+    """Return ``rule`` whose first step reads the parameter, with all its bits, as the buffers with ``init='param'``."""
     names = [b.name for b in rule.buffers if b.init == PARAM]
     if not names:
         return rule
@@ -64,9 +64,9 @@ def cautious(rule: Rule) -> Rule:
     """Return ``rule`` with the choice ``cautious``: only elements whose step descends the gradient move (arXiv:2411.16085).
 
     Their steps are divided by the share of the tensor's elements that move, or by :data:`LEAST` if that is more. Weight
-    decay apart from the step stays, and so do the buffers. All this is as in the authors' C-AdamW; Algorithm 1 of the paper
-    adds a small number to the share instead, and C-Lion 1 to the number of elements. It is for elementwise rules on dense
-    gradients, but not for one with views, whose parameter follows its state.
+    decay apart from the step is unchanged, and so are the buffers. All this is as in the authors' C-AdamW; Algorithm 1 of
+    the paper adds a small number to the share instead, and C-Lion 1 to the number of elements. It is for elementwise rules
+    on dense gradients, but not for one with views, whose parameter follows its state.
     """
     if rule.views or not rule.is_elementwise:
         return rule
@@ -105,7 +105,7 @@ def decay(rule: Rule) -> Rule:
     With ``decouple_lr`` the rule gets ``weight_decay / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. With
     ``decouple_wd`` a parameter is multiplied by ``1 - lr * weight_decay`` before the step, as in AdamW, and the rule itself
     does not decay; None is True with ``decouple_lr``. A rule that already has such a choice keeps it. A rule without ``lr``
-    or ``weight_decay``, or with fields of these names, is returned unchanged.
+    or ``weight_decay``, or with a field ``decouple_lr`` or ``max_lr``, is unchanged.
     """
     names = {f.name for f in (*rule.hypers, *rule.statics)}
     if not {"lr", "weight_decay"} <= names or names & {_LR.name, _MAX_LR.name}:
