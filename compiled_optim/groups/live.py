@@ -69,7 +69,7 @@ class Changes:
         """Warn of a negative learning rate, once."""
         if not self.is_warned_of_rate:
             self.is_warned_of_rate = True
-            warnings.warn(f"{problem}; steps use 0 instead", UserWarning, stacklevel=2)
+            warnings.warn(f"{problem}; steps take 0 in its place", UserWarning, stacklevel=2)
 
 
 def _reporting(method: Any) -> Callable[..., Any]:

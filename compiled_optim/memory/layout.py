@@ -311,7 +311,7 @@ def placement(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def add_over_shards(sums: Tensor, sharded: Any) -> None:
-    """Replace each of ``sums``, over this process's shard of a tensor with ``sharded``'s placements, by that of all shards.
+    """Replace each of ``sums``, over this process's shard of a tensor with ``sharded``'s placements, by the sum over all.
 
     All processes with shards must call this together.
     """

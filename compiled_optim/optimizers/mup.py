@@ -41,8 +41,8 @@ def lr_scale_for_sgd(
     """Return the factor of ``param``'s learning rate in u-muP, for steps in proportion to the gradients.
 
     With ``readout_constraint="to_output_scale"``, as unit_scaling's ``LinearReadout`` has it, it is ``fan_in**0.5`` for
-    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Otherwise it is that of
-    :func:`lr_scale_for_adam`, as are the errors.
+    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Otherwise it equals
+    :func:`lr_scale_for_adam`, and raises the same errors.
     """
     if readout_constraint not in (None, "to_output_scale"):
         raise ValueError(f"readout_constraint must be None or 'to_output_scale', got {readout_constraint!r}")

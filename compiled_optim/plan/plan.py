@@ -71,7 +71,7 @@ class GradientLayoutError(TypeError, RuntimeError):
 class Plan:
     """The parameters on one device with the same static options. DTensors in a plan share mesh and placements too.
 
-    ``device`` is that of step counts and coefficients: for meta parameters the CPU.
+    ``device`` is the device of step counts and coefficients: for meta parameters the CPU.
     """
 
     rule: Rule

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 import compiled_optim as co
 
 RATE, NEGATIVE = 0.03, -1e-3
-SAID = r"Invalid learning rate: -0.001\d* \(lr of param_groups\[0\] must be >= 0 and < inf\); steps use 0 instead"
+SAID = r"Invalid learning rate: -0.001\d* \(lr of param_groups\[0\] must be >= 0 and < inf\); steps take 0 in its place"
 
 
 @pytest.fixture(autouse=True)
