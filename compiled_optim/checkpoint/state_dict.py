@@ -43,7 +43,7 @@ from compiled_optim.checkpoint.read import (
     plain,
     read,
 )
-from compiled_optim.groups.param_group import ParamGroup, is_own
+from compiled_optim.groups.param_group import ParamGroup, is_stored_as_is
 from compiled_optim.groups.parameters import advising
 from compiled_optim.memory.layout import TORCH_TYPES, local, obstacle, placement, span, spread_like
 from compiled_optim.memory.torch_internals import outside_inference_mode
@@ -267,7 +267,7 @@ def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any, after: 
     written the last ones.
     """
     what = f"{key} of {group.label}"
-    if hyper is None or is_own(hyper, value, after):
+    if hyper is None or is_stored_as_is(hyper, value, after):
         return copied(value, what)
     given = value if type(value) is float else plain(value, what)
     given = plain(built_in(given), what) if hyper.is_tuple and type(given) is not list else given

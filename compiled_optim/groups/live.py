@@ -1,4 +1,4 @@
-"""What users write and steps read: dicts and lists that report writes, and numbers in the memory that kernels read."""
+"""Group entries that users write and steps read: dicts and lists that report writes, and numbers in tensors."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ _writes = itertools.count()
 
 
 class Changes:
-    """Whether there were changes. Dicts and lists that report, and the optimizer that asks, share one such object."""
+    """A record of pending changes. Dicts and lists that report writes, and their optimizer, share one such object."""
 
-    pending = True  # until all that was derived from groups and state is made anew
-    is_guarded = False  # whether compiled code asks, and nobody else does before it runs
-    is_refused = False  # whether a group may hold a number that no step can use
-    is_state_handed_out = False  # whether somebody may hold state tensors, and give them other memory
-    are_numbers_read = False  # whether somebody but a called step reads numbers on the device
-    is_warned_of_rate = False  # whether the user knows that there was a negative learning rate
-    lists = ""  # another text after each write to a list of parameters or groups
+    pending = True  # until everything derived from groups and state is rebuilt
+    is_guarded = False  # whether only compiled code reads ``pending`` before it runs
+    is_refused = False  # whether a group may hold a number that steps refuse
+    is_state_handed_out = False  # whether other code may hold state tensors, and move their memory
+    are_numbers_read = False  # whether other code than a called step reads numbers on the device
+    is_warned_of_rate = False  # whether the user was warned of a negative learning rate
+    lists = ""  # a text that changes with each write to a list of parameters or groups
 
     def __init__(self) -> None:
-        self.unsent: dict[int, Any] = {}  # numbers that wait to be sent to a device
+        self.unsent: dict[int, Any] = {}  # by id: numbers that the next step sends to a device
 
     @contextmanager
     def reported(self, *, is_list: bool = False) -> Iterator[None]:
@@ -61,7 +61,7 @@ class Changes:
                 self.lists = str(next(_writes))
 
     def refuse(self) -> None:
-        """Let the next step look for numbers that it cannot use."""
+        """Let the next step look for numbers that it cannot use, and raise."""
         self.is_refused = True
         self.pending |= self.is_guarded
 
@@ -73,7 +73,7 @@ class Changes:
 
 
 def _reporting(method: Any) -> Callable[..., Any]:
-    """``method``, a method that writes, made to report writes to watched keys."""
+    """Wrap ``method``, which writes, to report writes to watched keys."""
 
     @functools.wraps(method)
     def write(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,8 +88,8 @@ class WatchedDict(dict[K, V], Generic[K, V]):
 
     Args:
         values: the first content, by position as for a dict: some libraries make a copy with ``type(mapping)(items)``.
-        changes: where to report; None for a dict that is in no optimizer yet.
-        names: what steps look at in a parameter's state; None for everything. Under other names somebody may keep anything.
+        changes: takes the reports; None for a dict that is in no optimizer yet.
+        names: the keys that steps read in a parameter's state; None for all. Other keys are free for users.
     """
 
     def __init__(
@@ -103,20 +103,20 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         self._changes, self._names = Changes() if changes is None else changes, names
 
     def _is_watched(self, *key: Any) -> bool:
-        """Whether to report a write under ``key``, or one that names none."""
+        """Return whether to report a write under ``key``, or one without a key."""
         return self._names is None or not key or key[0] in self._names
 
     def _reported(self, *key: Any) -> AbstractContextManager[None]:
         return self._changes.reported() if self._is_watched(*key) else nullcontext()
 
     def set_quietly(self, key: K, value: V) -> None:
-        """Write without reporting, which the package does where nothing is to be derived anew."""
+        """Write without reporting, for writes of the package that require no rebuild."""
         super().__setitem__(key, value)
 
-    update_quietly, drop_quietly = dict.update, dict.__delitem__  # without reporting, all or nothing
+    update_quietly, drop_quietly = dict.update, dict.__delitem__  # without reporting; no interrupt splits them
 
     def update(self, /, *args: Any, **kwargs: Any) -> None:
-        for key, value in dict(*args, **kwargs).items():  # which is refused whole
+        for key, value in dict(*args, **kwargs).items():  # raises before the first write
             self[key] = value
 
     def setdefault(self, key: K, default: Any = None) -> V:
@@ -176,55 +176,55 @@ class WatchedList(list[V], Generic[V]):
         return list, (list(self),)
 
 
-ROUNDING = 1e-12  # how far a number that a scheduler computed may be out of range
+ROUNDING = 1e-12  # the distance that a scheduler's rounding may put a number out of range
 
 _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float}
 
 
 class Live:
-    """One number of a hyperparameter in a 0-dim tensor, where compiled steps and captured graphs read it.
+    """One number of a hyperparameter in a 0-dim tensor, which compiled steps and captured graphs read.
 
-    On an accelerator, a Python number waits for the next step, which sends all waiting numbers in one copy. It does not wait
-    where somebody may read the tensor before.
+    On an accelerator, a Python number waits for the next step, which sends all waiting numbers in one copy. It is sent at
+    once if other code may read the tensor before.
 
     Args:
         tensor: the tensor.
-        changes: where to report that the number became 0 or is 0 no longer, and which numbers wait.
-        number: what the tensor holds; None if the host does not know.
-        is_adopted: whether a user gave the tensor, and may write to it or share it with other groups.
+        changes: takes reports that the number becomes or ceases to be 0, and the waiting numbers.
+        number: the value of the tensor; None if the host does not know it.
+        is_adopted: whether a user passed the tensor, and may write to it or share it with other groups.
     """
 
     def __init__(self, tensor: Tensor, changes: Changes, number: float | None = None, *, is_adopted: bool = False) -> None:
         self.tensor, self.changes, self.is_adopted = tensor, changes, is_adopted
-        self.is_tensor = is_adopted  # whether users read the tensor itself, since they gave one
-        self.has_escaped = is_adopted  # whether somebody has the tensor, and may write to it without a report
-        self.is_driven = False  # whether the device writes the number, in a step or a graph, so that the host never knows it
+        self.is_tensor = is_adopted  # whether users read the tensor itself, since they passed one
+        self.has_escaped = is_adopted  # whether other code has the tensor, and may write to it without a report
+        self.is_driven = False  # whether a step or a graph writes the number, so that the host does not know it
         self.shapes = False  # whether a step depends on the number being 0
-        self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id, those that have or had the number
+        self.groups: WeakValueDictionary[int, Any] = WeakValueDictionary()  # by id: those that have or had the number
         self.written_last = number  # the Python number that was written last; None if a tensor was
         self._device_type = tensor.device.type
         self._on_host = self._device_type == "cpu" and "cpu" not in CAPTURING and type(tensor) is Tensor
-        self._memory_last: Any = None  # the number as C has it, where the tensor lay when that was looked for
+        self._memory_last: Any = None  # the number as a C variable at the tensor's last known address
         self._version = _version(tensor)
         self._fetched: tuple[int | None, float] = None, math.nan
-        self._replaced = math.nan  # the negative number that was written last if the tensor holds 0 in its place
-        self._copy: Tensor | None = None  # what was read last while the device writes the number
+        self._replaced = math.nan  # the negative number that was written last if the tensor holds 0 for it
+        self._copy: Tensor | None = None  # the copy that was read last while the device writes the number
 
     @property
     def written(self) -> float | None:
-        """The Python number that was written last; None if a tensor was, or if somebody else may have written."""
+        """The Python number that was written last; None after a tensor, or if other code may have written since."""
         version = _version(self.tensor)
         return None if self.is_driven or version is None or self._version != version else self.written_last
 
     @property
     def known(self) -> float | None:
-        """The Python number that was written or fetched last; None if only the device knows the present one."""
+        """The Python number that was written or fetched last; None if only the device knows the current one."""
         if self._on_host:
             if (memory := self._memory()) is not None:
                 number: float = memory.value
                 is_replaced = number == 0 and self.written_last == self._replaced
                 return self.written_last if is_replaced or number == self.written_last else number
-            with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes fakes of all
+            with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes all tensors fake
                 return self.tensor.item()
         if (written := self.written) is not None:
             return written
@@ -233,21 +233,21 @@ class Live:
 
     @property
     def nonzero(self) -> bool:
-        """Whether the number may differ from 0. It may not after a Python 0 was written last. The device is not read."""
+        """Whether the number may differ from 0: not if a Python 0 was written last. The device is not read."""
         return self.written != 0 or self.known != 0
 
     def as_float(self) -> float:
-        """The number, from the device where only that knows it."""
+        """Return the number, read from the device if the host does not know it."""
         return self.tensor.item() if (known := self.known) is None else float(known)
 
     def value(self) -> float | Tensor:
-        """The number as it is now, in a tensor where only the device knows it; NaN where a tensor without memory stands."""
+        """Return the current number, as a tensor if only the device knows it; NaN for a tensor without memory."""
         if self.tensor.is_meta or is_lost(self.tensor):
             return math.nan
         return self.tensor.detach() if (known := self.known) is None else known
 
     def read(self, label: str) -> float | Tensor:
-        """What users read: a tensor, or a number, for which the host may wait; an error where its storage was freed."""
+        """Return a tensor or a number for users, maybe after a wait. Raise ``ValueError`` if the storage was freed."""
         if self.is_tensor:
             return self.tensor
         if self.is_driven:
@@ -264,13 +264,13 @@ class Live:
         return self._fetched[1]
 
     def warn_of_lost_write(self, label: str) -> None:
-        """Warn if somebody wrote to the copy that was read last while the device writes the number."""
+        """Warn if other code wrote to the copy that was read last while the device writes the number."""
         if self._copy is not None and not self._copy.is_inference() and self._copy._version:
             self._copy = None
             warn_of_driven(label)
 
     def drive(self, is_driven: bool) -> None:
-        """Note whether the device writes by itself. The host does not know afterwards what it wrote."""
+        """Note whether the device writes by itself. Afterwards the host does not know the number."""
         if is_driven:
             self.send(self.changes)
         if self.is_driven or is_driven:
@@ -279,7 +279,7 @@ class Live:
         self.is_tensor &= not is_driven
 
     def escape(self) -> None:
-        """Note that somebody gets the tensor."""
+        """Note that other code gets the tensor."""
         if self.shapes and not (self.has_escaped or self.nonzero):
             self.changes.pending |= self.changes.is_guarded
         self.has_escaped = True
@@ -288,18 +288,18 @@ class Live:
                 follower.is_behind = True
         self.send(self.changes)
 
-    def read_as(self, given: object) -> None:
-        """Let users read the tensor if they gave one, else the number."""
-        self.is_tensor = isinstance(given, Tensor) and not self.is_driven
+    def read_as(self, element: object) -> None:
+        """Let users read the tensor if the ``element`` that they passed is one, else the number."""
+        self.is_tensor = isinstance(element, Tensor) and not self.is_driven
         if self.is_tensor:
             self.escape()
 
     def write(self, value: float | Tensor) -> None:
-        """Let the number be ``value``, which may be a 1-element tensor on any device."""
+        """Set the number to ``value``, which may be a 1-element tensor on any device."""
         is_number = not isinstance(value, Tensor)
         is_watched = self.shapes and self.changes.is_guarded and (self.written == 0) != (is_number and value == 0)
         with self.changes.reported() if is_watched else nullcontext():
-            self.written_last, self._replaced = None, math.nan  # until the end, whatever interrupts it
+            self.written_last, self._replaced = None, math.nan  # until the end, in case of an interrupt
             if isinstance(value, Tensor):
                 self._fill(value)
             elif not self._wait(value):
@@ -307,7 +307,7 @@ class Live:
                 self._version, self.written_last = _version(self.tensor), value
 
     def replace_negative(self) -> bool:
-        """Let steps read 0 in place of a negative number, which users go on reading. Whether one was written last."""
+        """Let steps read 0 for a negative number, which users still read. Return whether one was written last."""
         if (number := self.written_last) is None or not -math.inf < number < 0:
             return False
         if number != self._replaced:
@@ -316,14 +316,14 @@ class Live:
         return True
 
     def write_plain(self, value: float) -> bool:
-        """Write ``value`` where nobody else can write, without counting up the tensor's version; whether that was done."""
+        """Write ``value`` without a new version of the tensor, if no other code can write. Return whether that was done."""
         if (memory := self._memory_last) is None:
             return self._wait(value)
         memory.value = self.written_last = value
         return True
 
     def _wait(self, value: float) -> bool:
-        """Keep a number on the host until the next step sends it, if that is possible."""
+        """Keep a number on the host until the next step sends it. Return whether that is possible."""
         if self.changes.are_numbers_read or self.has_escaped or self.is_driven:
             return False
         if (ask := CAPTURING.get(self._device_type)) is None or ask() is not None:
@@ -346,20 +346,20 @@ class Live:
             live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
 
     def _memory(self) -> Any:
-        """The number as a C variable, which is read and written without torch; None if dtype or storage forbid that."""
-        address, found = self.tensor.data_ptr(), self._memory_last
-        if found is None or ctypes.addressof(found) != address:
+        """Return the number as a C variable, to be used without torch; None if dtype or storage forbid that."""
+        address, memory = self.tensor.data_ptr(), self._memory_last
+        if memory is None or ctypes.addressof(memory) != address:
             c_type = None if self.tensor.is_neg() or is_lost(self.tensor) else _C_TYPES.get(self.tensor.dtype)
             if c_type is None:
                 return None
-            self._memory_last = found = c_type.from_address(address)
-        return found
+            self._memory_last = memory = c_type.from_address(address)
+        return memory
 
     @staticmethod
     def send(changes: Changes, captures: Captures = (), asked: Sequence[torch.device] = ()) -> None:
-        """Copy the waiting numbers to where steps read them, in one copy per device. The host does not wait for it.
+        """Copy the waiting numbers to their tensors, in one copy per device. The host does not wait for it.
 
-        Of the devices that were ``asked``, graphs of ``captures`` are being captured.
+        Of the devices in ``asked``, those in ``captures`` are capturing a graph.
         """
         by_device: dict[torch.device, list[tuple[Live, float]]] = {}
         for live, number in list(changes.unsent.values()):
@@ -374,7 +374,7 @@ class Live:
                     host = torch.tensor(numbers, dtype=tensors[0].dtype, device="cpu")
                     sent = (host.pin_memory() if device.type == "cuda" else host).to(device, non_blocking=True)
                     torch._foreach_copy_(tensors, list(sent.unbind()))
-            for live, number in waiting:  # that were not written meanwhile, whatever interrupts this
+            for live, number in waiting:  # skip numbers that were written since; safe if interrupted
                 if changes.unsent.get(id(live)) == (live, number):
                     live._version = _version(live.tensor)
                     del changes.unsent[id(live)]
@@ -383,18 +383,18 @@ class Live:
 class Numbers(tuple[Live, ...]):
     """The numbers of one hyperparameter of one group."""
 
-    entry: Any = None  # what stands in the group's dict for them
-    are_open = True  # whether somebody else may write them, so that ``entry`` may be old
+    entry: Any = None  # their value in the group's dict
+    are_open = True  # whether other code may write them, so that ``entry`` may be stale
     are_quick = False  # whether a write of numbers in range changes nothing else
     _hyper: Hyper
 
     def __new__(cls, numbers: Iterable[Live], hyper: Hyper) -> Numbers:
-        made = super().__new__(cls, numbers)
-        made._hyper = hyper
-        return made
+        instance = super().__new__(cls, numbers)
+        instance._hyper = hyper
+        return instance
 
     def problem(self, where: str) -> str:
-        """What is wrong with the first number that is out of range; empty if none is. ``where`` is the group's name."""
+        """Return the error of the first number out of range, or ''. ``where`` is the group's name."""
         least, most = self._hyper.span
         for index, number in enumerate(self):
             if (value := number.written_last) is not None and not least <= value <= most:
@@ -405,7 +405,7 @@ class Numbers(tuple[Live, ...]):
         return ""
 
     def write_quickly(self, value: Any) -> bool:
-        """Write floats in range, where :attr:`are_quick`, at the cost that schedulers expect. Whether that was done."""
+        """Write floats in range if :attr:`are_quick`, as fast as schedulers expect. Return whether that was done."""
         least, most = self._hyper.span
         if not self.are_quick:
             return False
@@ -420,7 +420,7 @@ class Numbers(tuple[Live, ...]):
 
 
 def warn_of_driven(label: str) -> None:
-    """Warn of a write that the next step overrides."""
+    """Warn of a write that the next step overwrites."""
     name = label.partition(" of ")[0].partition("[")[0]
     warnings.warn(
         f"opt.schedule sets {label} in each step, so the value that was written is lost; "
@@ -430,7 +430,7 @@ def warn_of_driven(label: str) -> None:
 
 
 def as_fake_as(tensor: Tensor) -> AbstractContextManager[Any]:
-    """A context in which new tensors are fake if ``tensor`` is, and only then."""
+    """Return a context in which new tensors are fake if, and only if, ``tensor`` is."""
     if is_fake(tensor) == fakes_are_made():
         return nullcontext()
     mode: AbstractContextManager[Any] = outside_fakes() if fakes_are_made() else tensor.fake_mode  # type: ignore[attr-defined]
@@ -438,10 +438,10 @@ def as_fake_as(tensor: Tensor) -> AbstractContextManager[Any]:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How often ``tensor`` was written; None if torch does not count."""
+    """Return the write count of ``tensor``; None if torch does not count."""
     return None if tensor.is_inference() else tensor._version
 
 
 def address(tensor: Tensor) -> int:
-    """Where a tensor lies; a number of its own for a tensor without memory and for a fake one, which must not be asked."""
+    """Return a tensor's address; a unique number for fake tensors, which have none, and for tensors without memory."""
     return (0 if is_fake(tensor) else tensor.data_ptr()) or -id(tensor)

@@ -1,7 +1,7 @@
-"""The parameter group: a dict whose hyperparameters lie on the device, and what reading and assigning them means.
+"""The parameter group: a dict whose hyperparameters are stored on the device; how to read and assign them.
 
-A step reads the tensors of :class:`~compiled_optim.groups.live.Live`, whose addresses stay. What users read in the group is
-what they gave: a Python number, or a tensor. An assignment fills the live tensors.
+A step reads the tensors of :class:`~compiled_optim.groups.live.Live`, whose addresses do not change. Users read what they
+assigned: a Python number, or a tensor. An assignment fills the live tensors.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class ParamGroup(WatchedDict[str, Any]):
     A number that a schedule in the step drives is read as a 0-dim copy. A tensor that is assigned over a number is copied
     into the live tensor, which users read from then on. A floating tensor on ``device`` among ``values`` is adopted: all
     groups that got it see later in-place writes by its owner, until a group is assigned another value. A write with
-    ``dict.__setitem__(group, key, value)`` goes past this class, and is noticed when the key is read.
+    ``dict.__setitem__(group, key, value)`` bypasses this class, and is noticed when the key is read.
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code. Some
-    hyperparameters decide, by being 0 or not, whether a buffer exists: each step asks :meth:`nonzero`. A hyperparameter that
-    only an option reads, as ``max_lr`` with ``decouple_lr``, always has a tensor. While the option is off, the dict has no
-    such entry until a user gives it, and a checkpoint's entry of this name may be anything.
+    hyperparameters decide, by being 0 or not, whether a buffer exists: each step calls :meth:`nonzero`. A hyperparameter
+    that only an option reads, as ``max_lr`` with ``decouple_lr``, always has a tensor. While the option is off, the dict has
+    no such entry until a user assigns it, and a checkpoint's entry of this name may be anything.
 
     Args:
-        values: the group's entries, every hyperparameter among them that is not like another one.
+        values: the group's entries, with every hyperparameter that takes no default from another one (``like``).
         kind: the optimizer whose rule the group follows.
-        device: where the hyperparameter tensors live.
+        device: of the hyperparameter tensors.
         label: the group's name in error messages.
-        check: refuses a write to a structural or a new key. It gets all entries as they would be, and as they are.
-        changes: where a write to a structural key is reported.
+        check: raises if a write to a structural or a new key is invalid. It takes all entries after the write, and before.
+        changes: takes the reports of writes to structural keys.
         others: the optimizer's other groups, with which this one may share adopted tensors.
     """
 
@@ -73,8 +73,8 @@ class ParamGroup(WatchedDict[str, Any]):
         # Tensors by hyperparameter, to be read only: 0-dim ones or tuples of them, and tuples of vectors of one element,
         # since torch 2.13 traces a float64 of the CPU as a Python number.
         self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
-        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # who know the tensors' addresses; see _put
-        # By key, what is wrong with a number that was written, and whether it is a rate for which steps take 0.
+        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # they know the tensors' addresses; see _put
+        # By key, the error of a number that was written, and whether it is a rate for which steps use 0.
         self.out_of_range: dict[str, tuple[str, bool]] = {}
         self._loaded: set[str] = set()  # the keys that a checkpoint wrote last
         self._check = check
@@ -82,38 +82,38 @@ class ParamGroup(WatchedDict[str, Any]):
         self._declaration, self._device = declaration, device
         self._scales = {s.name for s in declaration.scales}
         self._numbers: dict[str, Numbers] = {}
-        given = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
-        adopted = functools.cache(lambda: {address(n.tensor): n for n in given})
+        shared = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
+        adopted = functools.cache(lambda: {address(n.tensor): n for n in shared})
         devices = {device} | ({torch.device("meta")} if {p.is_meta for p in values["params"]} == {True} else set())
         for key, value in values.items():
             hyper = self._hypers.get(key)
-            if hyper is None or (value is not None and is_own(hyper, value, values)):
+            if hyper is None or (value is not None and is_stored_as_is(hyper, value, values)):
                 self.set_quietly(key, value)
             elif value is not None or not hyper.like:
                 self._put(key, [self._adopt(e, devices, adopted) for e in hyper.elements(value, label)], new=True)
         for key, hyper in self._hypers.items():
             if key not in self._numbers:
-                begun = [self._numbers[hyper.like][0].value()] if hyper.like else hyper.elements(hyper.default, label)
+                initial = [self._numbers[hyper.like][0].value()] if hyper.like else hyper.elements(hyper.default, label)
                 is_entry = bool(hyper.like) and (hyper.when is None or bool(values.get(hyper.when)))
-                self._put(key, list(map(self._fresh, begun)), new=is_entry)
+                self._put(key, list(map(self._fresh, initial)), new=is_entry)
 
     def set_quietly(self, key: str, value: Any) -> None:
-        """Write without reporting; ``params`` becomes a list that reports, a dict of numbers a copy that nobody edits."""
+        """Write without reporting; ``params`` becomes a list that reports, a dict of numbers a read-only copy."""
         if key == "params":
             value = WatchedList(self._changes, value)
         elif key == TRAIN_MODE and not value:
             self._changes.refuse()
         elif key in self._hypers and (chosen := self._hypers[key].choice(value)) is not None:
-            value = chosen  # which nobody edits
+            value = chosen  # immutable
             if key in self._numbers:
                 self._numbers[key].are_quick = False
         dict.__setitem__(self, key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
-        held, numbers = dict.__getitem__(self, key), self._numbers.get(key)
-        return held if numbers is None or (held is numbers.entry and not numbers.are_open) else self._read(key)
+        value, numbers = dict.__getitem__(self, key), self._numbers.get(key)
+        return value if numbers is None or (value is numbers.entry and not numbers.are_open) else self._read(key)
 
-    # What is read past __getitem__ would be old; dict(group) goes past it unless there is an __iter__ of the class.
+    # Reads that bypass __getitem__ would be stale; dict(group) bypasses it unless the class has an __iter__.
     get, items, values, __eq__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__  # type: ignore[assignment]
     __ne__ = object.__ne__
 
@@ -130,18 +130,18 @@ class ParamGroup(WatchedDict[str, Any]):
     def _read(self, key: str) -> Any:
         if not self._is_entry(key):
             return dict.__getitem__(self, key)
-        found = self._hypers[key].plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
+        value = self._hypers[key].plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
         self._show(key)
-        return found
+        return value
 
     def _held(self, key: str) -> Numbers:
-        """The numbers of a hyperparameter, after an assignment by ``dict.__setitem__``, which goes past this class."""
+        """Return the numbers of a hyperparameter, after a ``dict.__setitem__``, which bypasses this class, is taken over."""
         if dict.get(self, key) is not self._numbers[key].entry and self._is_entry(key):
             self.update({key: dict.__getitem__(self, key)})
         return self._numbers[key]
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
-        """The tensors of one hyperparameter, one for each of its numbers, for somebody who may write to them."""
+        """Return a hyperparameter's tensors, one for each of its numbers. The caller may write to them."""
         self.refuse_fixed(key)
         for number in self._held(key):
             number.escape()
@@ -149,17 +149,17 @@ class ParamGroup(WatchedDict[str, Any]):
         return self.read_only(key)
 
     def refuse_fixed(self, key: str) -> None:
-        """Raise ``ValueError`` where a hyperparameter is a choice that is compiled in, so that nothing reads its tensors."""
+        """Raise ``ValueError`` where a hyperparameter is a compiled-in choice, so that nothing reads its tensors."""
         if key in self and self._hypers[key].choice(dict.__getitem__(self, key)) is not None:
             chosen = f"{key} of {self.label} is {dict.__getitem__(self, key)!r}, which is compiled in"
             raise ValueError(f"{chosen}: assign {self._hypers[key].length} numbers first")
 
     def read_only(self, key: str) -> tuple[Tensor, ...]:
-        """As :meth:`tensors`, for somebody who reports his writes or makes none."""
+        """Return :meth:`tensors` for a caller that reports its writes or makes none."""
         return tuple([number.tensor for number in self._held(key)])
 
     def _show(self, key: str, *, new: bool = False) -> None:
-        """Put a hyperparameter's present numbers into the dict, if it has the entry or gets it as a ``new`` one."""
+        """Put a hyperparameter's current numbers into the dict, if it has the entry or gets it as a ``new`` one."""
         numbers = self._numbers[key]
         is_private = [n.written is not None and not n.has_escaped for n in numbers]
         numbers.are_open = not all(is_private)
@@ -174,19 +174,19 @@ class ParamGroup(WatchedDict[str, Any]):
             if problem := numbers.problem(self.label):
                 is_replaced = key == "lr" and key not in self._loaded and numbers[0].replace_negative()
                 self.out_of_range[key], numbers.are_quick = (problem, is_replaced), False
-                if is_replaced and self._changes.is_guarded:  # compiled code need not ask
+                if is_replaced and self._changes.is_guarded:  # compiled code does not check
                     self._changes.warn_of_rate(problem)
                 else:
                     self._changes.refuse()
 
     def _is_entry(self, key: str) -> bool:
-        return key in self and not is_own(self._hypers[key], dict.__getitem__(self, key), self)
+        return key in self and not is_stored_as_is(self._hypers[key], dict.__getitem__(self, key), self)
 
     def _is_shown(self, key: str) -> bool:
         return not (self._hypers[key].when or self._hypers[key].fixed) or self._is_entry(key)
 
     def unshown(self) -> dict[str, Any]:
-        """Hyperparameters that the dict does not list, since their option is off; a copy gets them by :meth:`take_over`."""
+        """Return hyperparameters that the dict omits, since their option is off; :meth:`take_over` copies them."""
         return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._is_shown(key)}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
@@ -196,11 +196,11 @@ class ParamGroup(WatchedDict[str, Any]):
             self._show(key)
 
     def nonzero(self, key: str) -> bool:
-        """:attr:`Live.nonzero` of a hyperparameter of one number."""
+        """Return :attr:`Live.nonzero` of a hyperparameter of one number."""
         return self._held(key)[0].nonzero
 
     def has_escaped(self, key: str) -> bool:
-        """Whether somebody has a tensor of a hyperparameter, to write to or to move without a report."""
+        """Return whether other code has a tensor of a hyperparameter, and may write to it or move it unreported."""
         return any(number.has_escaped for number in self._held(key))
 
     def drive(self, key: str, *, begin: bool) -> None:
@@ -212,7 +212,7 @@ class ParamGroup(WatchedDict[str, Any]):
         self._show(key)
 
     def driven(self, key: str) -> tuple[Tensor, ...]:
-        """:meth:`read_only`, for the device to write; warns where somebody wrote to the copy that he read."""
+        """Return :meth:`read_only` for the device to write; warn if a user wrote to the copy that was read."""
         for index, number in enumerate(self._numbers[key]):
             number.warn_of_lost_write(self._element(key, index))
         return self.read_only(key)
@@ -227,21 +227,21 @@ class ParamGroup(WatchedDict[str, Any]):
             return
         self._device = device
         for key in self._hypers:
-            made = [(n, self._fresh(n.tensor if n.written is None else n.written)) for n in self._held(key)]
-            for before, number in made:
+            pairs = [(n, self._fresh(n.tensor if n.written is None else n.written)) for n in self._held(key)]
+            for before, number in pairs:
                 number.read_as(before.is_tensor and before.tensor)
-            self._put(key, [number for _, number in made])
+            self._put(key, [number for _, number in pairs])
 
     def floats(self, read: Callable[[Live], float | Tensor] = Live.as_float) -> dict[str, Any]:
-        """Every hyperparameter as a Python float or a tuple; waits for the device, unless ``read`` is :meth:`Live.value`."""
+        """Return the hyperparameters as floats or tuples. ``read=Live.value`` avoids waiting for the device."""
         shown = filter(self._is_shown, self._hypers)
         return {key: self._hypers[key].plain([read(number) for number in self._held(key)]) for key in shown}
 
     def load(self, key: str, value: Any) -> None:
-        """Write a value of a checkpoint; into an adopted tensor if that can hold it and is not shared."""
+        """Write a value of a checkpoint; into an adopted tensor if that can represent it and is not shared."""
         hyper = self._hypers.get(key)
         value = value if type(value) in BUILT_IN else built_in_entries(self.kind, {key: value})[key]
-        taken = None if hyper is None or is_own(hyper, value, self) else self._taken(key, value)
+        taken = None if hyper is None or is_stored_as_is(hyper, value, self) else self._taken(key, value)
         if key in self._declaration.loaded_options:
             self._enter(key, value, taken, is_loaded=True)
         elif taken is None:
@@ -259,7 +259,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
     @outside_dynamo
     def update(self, *args: Any, **kwargs: Any) -> None:
-        """As ``dict.update``, but nothing is written if one of the values is refused."""
+        """Update as ``dict.update``, but write nothing if one of the values is invalid."""
         values = built_in_entries(self.kind, dict(*args, **kwargs))
         taken = {key: self._taken(key, values[key]) for key in self.check(values)}
         structural = self._declaration.structural_entries
@@ -271,16 +271,16 @@ class ParamGroup(WatchedDict[str, Any]):
     def _enter(
         self, key: str, value: Any, taken: list[tuple[float | Tensor, float | Tensor]] | None, *, is_loaded: bool = False
     ) -> None:
-        """Write an entry, whose numbers are ``taken``, and report what shapes the code."""
-        stays_data = taken is not None and self._is_entry(key)  # numbers in place of numbers
-        is_option = key in self._declaration.structural_entries and not stays_data
+        """Write an entry, whose numbers are ``taken``, and report it if it changes the code."""
+        replaces_numbers = taken is not None and self._is_entry(key)  # numbers replace numbers
+        is_option = key in self._declaration.structural_entries and not replaces_numbers
         with self._changes.reported() if is_option else contextlib.nullcontext():
             self.set_quietly(key, value) if taken is None else self._assign(key, taken, is_loaded=is_loaded)
         for name in (h.name for h in self._hypers.values() if h.when == key and value):
             self._show(name, new=True)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
-        """Return the keys of ``values`` that are numbers; an error where choices or new entries cannot be written."""
+        """Return the keys of ``values`` that are numbers. Raise an error where choices or new entries are invalid."""
         numeric = [key for key in values if key in self._hypers and self._hypers[key].choice(values[key]) is None]
         others = values.keys() - numeric
         if driven := [key for key in others & self._hypers.keys() if any(n.is_driven for n in self._numbers[key])]:
@@ -290,7 +290,7 @@ class ParamGroup(WatchedDict[str, Any]):
         return numeric
 
     def _taken(self, key: str, value: Any) -> list[tuple[float | Tensor, float | Tensor]]:
-        """Each element of ``value``, whatever its range, and its number as it is now; an error where one is no number."""
+        """Pair each element of ``value``, in any range, with its current number. Raise an error where one is no number."""
         elements = self._hypers[key].elements(value, self.label)
         for index, e in enumerate(elements):
             if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
@@ -298,9 +298,9 @@ class ParamGroup(WatchedDict[str, Any]):
         return [(e, _without_wait(e)) for e in elements]
 
     def refuse_capture(self, keys: Iterable[str]) -> None:
-        """Raise RuntimeError if a CUDA graph is being captured, and one of ``keys`` has numbers."""
-        if (found := [*filter(self._hypers.__contains__, keys)]) and is_capturing(self._device):
-            where = f"{self.label}[{found[0]!r}] is assigned while a CUDA graph is being captured"
+        """Raise ``RuntimeError`` if a CUDA graph is being captured, and one of ``keys`` has numbers."""
+        if (assigned := [*filter(self._hypers.__contains__, keys)]) and is_capturing(self._device):
+            where = f"{self.label}[{assigned[0]!r}] is assigned while a CUDA graph is being captured"
             raise RuntimeError(f"{where}, and no replay would repeat that; assign hyperparameters outside")
 
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
@@ -313,16 +313,16 @@ class ParamGroup(WatchedDict[str, Any]):
                 is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
                 if is_loaded and number.is_adopted and not isinstance(value, Tensor):
                     every = [n for group in number.groups.values() for numbers in group._numbers.values() for n in numbers]
-                    held = torch.tensor(value, dtype=number.tensor.dtype, device="cpu").item()
+                    stored = torch.tensor(value, dtype=number.tensor.dtype, device="cpu").item()
                     is_shared = sum(n is number for n in every) > 1  # in one group or in several
-                    is_replaced = is_shared or not (held == value or math.isnan(value))
+                    is_replaced = is_shared or not (stored == value or math.isnan(value))
                 self._replace(key, index, value) if is_replaced else number.write(value)
             self._numbers[key][index].read_as(element)
         self._show(key, new=True)
 
     @outside_inference_mode()
     def _replace(self, key: str, index: int, value: float | Tensor) -> None:
-        """Give a hyperparameter a new tensor, its own, for the number at ``index``."""
+        """Replace a hyperparameter's tensor at ``index`` by a new private one."""
         numbers = list(self._numbers[key])
         with as_fake_as(numbers[index].tensor):
             numbers[index] = self._fresh(value)
@@ -331,12 +331,12 @@ class ParamGroup(WatchedDict[str, Any]):
     def _put(self, key: str, numbers: Iterable[Live], *, new: bool = False) -> None:
         """Replace a hyperparameter's numbers. It is an entry if it was one or becomes a ``new`` one."""
         for follower in self.followers:
-            follower.is_behind = True  # until it followed, whatever interrupts this
-        held = self._numbers[key] = Numbers(numbers, self._hypers[key])
-        for number in held:
+            follower.is_behind = True  # until it followed, in case of an interrupt
+        current = self._numbers[key] = Numbers(numbers, self._hypers[key])
+        for number in current:
             number.shapes |= key in self._declaration.structural_hypers
             number.groups[id(self)] = self
-        tensors = tuple([number.tensor for number in held])
+        tensors = tuple([number.tensor for number in current])
         self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
         self.for_compiled_code[1][key] = tuple([tensor.detach().view(1) for tensor in tensors])
         self._show(key, new=new)
@@ -346,11 +346,11 @@ class ParamGroup(WatchedDict[str, Any]):
     def _adopt(
         self, element: float | Tensor, devices: Collection[torch.device], adopted: Callable[[], dict[int, Live]]
     ) -> Live:
-        """A number in the tensor ``element``, new or ``adopted`` before; in a new tensor where that cannot be adopted."""
+        """Return a number in the tensor ``element``, new or ``adopted`` before; in a new tensor if it cannot be adopted."""
         if not (isinstance(element, Tensor) and element.is_floating_point() and element.device in devices):
-            made = self._fresh(element)
-            made.read_as(element)
-            return made
+            number = self._fresh(element)
+            number.read_as(element)
+            return number
         known = adopted().get(address(element))
         if known is None or known.tensor.dtype != element.dtype:
             known = Live(element if element.dim() == 0 else element.reshape(()), self._changes, is_adopted=True)
@@ -362,11 +362,11 @@ class ParamGroup(WatchedDict[str, Any]):
         if not isinstance(value, Tensor):
             return Live(scalar(value, self._device), self._changes, value)
         recorded = value.requires_grad  # a differentiable step reaches back through it
-        own = value.reshape(()).to(self._device, scalar_dtype(self._device), copy=not recorded)
-        return Live(own, self._changes, is_adopted=recorded)
+        private = value.reshape(()).to(self._device, scalar_dtype(self._device), copy=not recorded)
+        return Live(private, self._changes, is_adopted=recorded)
 
     def __delitem__(self, key: str) -> None:
-        """As ``dict.__delitem__``; ``ValueError`` where steps would go on reading the entry."""
+        """Delete as ``dict.__delitem__``. Raise ``ValueError`` where steps would go on reading the entry."""
         if key == RULE:
             raise ValueError(f"{RULE} of {self.label} cannot be removed")
         if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
@@ -375,14 +375,14 @@ class ParamGroup(WatchedDict[str, Any]):
 
 
 def _without_wait(element: float | Tensor) -> float | Tensor:
-    """``element`` as it is now: the number of a tensor on the host, a copy of a tensor on a device."""
+    """Return the current value of ``element``: the number of a tensor on the host, a copy of a tensor on a device."""
     if not isinstance(element, Tensor) or element.requires_grad or is_fake(element):
         return element
     return element.item() if element.device.type == "cpu" else element.clone()
 
 
-def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
-    """Whether ``value``, no number, is a choice, or a user's entry with the name of ``hyper``, whose option is off."""
+def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
+    """Return whether ``value`` is not stored as numbers: a choice, or a user's entry while ``hyper``'s option is off."""
     if hyper.when is None or group.get(hyper.when):
         return hyper.choice(value) is not None
     if isinstance(value, Tensor):
@@ -391,81 +391,81 @@ def is_own(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
 
 
 def group_keys(kind: type[Declared]) -> list[str]:
-    """What a group of ``kind`` may hold besides its parameters."""
+    """Return the keys that a group of ``kind`` may have besides its parameters."""
     kinds = (Hyper, Static, Scale, Option)
     return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes, RULE]
 
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
-    """``values`` with declared choices and tuples made :func:`built_in`."""
+    """Return ``values`` with declared choices and tuples converted by :func:`built_in`."""
     choices, tuples = kind._containers()
 
-    def own(key: str, value: Any) -> Any:
+    def converted(key: str, value: Any) -> Any:
         return built_in(value) if key in tuples or (key in choices and not isinstance(value, Tensor)) else value
 
-    return {key: value if type(value) in BUILT_IN else own(key, value) for key, value in values.items()}
+    return {key: value if type(value) in BUILT_IN else converted(key, value) for key, value in values.items()}
 
 
 def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str, Any]:
-    """What groups of ``kind`` hold of ``options``, without defaults of options that torch.optim lacks."""
+    """Return the entries of groups of ``kind`` among ``options``, without defaults of options that torch.optim lacks."""
     added = kind._added_choices()
-    found = {name: options[name] for name in group_keys(kind) if name in options}
+    entries = {name: options[name] for name in group_keys(kind) if name in options}
     scales = {scale.name for scale in kind._fields_of(Scale)}
-    chosen = {name: value for name, value in found.items() if name not in added or value != added[name]}
+    chosen = {name: value for name, value in entries.items() if name not in added or value != added[name]}
     return {**kind._modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
 
 
-def rule_of(group: Mapping[str, Any], own: type[Declared], where: str) -> type[Declared]:
-    """The optimizer whose rule ``group`` follows: the one that it names, or the ``own`` one.
+def rule_of(group: Mapping[str, Any], default: type[Declared], where: str) -> type[Declared]:
+    """Return the optimizer whose rule ``group`` follows: the one that it names, or the ``default``.
 
-    ``TypeError`` or ``ValueError`` where it names no optimizer, or one that does not go with others.
+    Raise ``TypeError`` or ``ValueError`` where it names no optimizer, or one that cannot be combined with others.
     """
-    kind: Any = group.get(RULE, own)
+    kind: Any = group.get(RULE, default)
     if not (isinstance(kind, type) and issubclass(kind, Declared)):
         raise TypeError(f"{RULE} of {where} must be the class of an optimizer of this package, got {kind!r}")
-    for each in () if kind is own else (own, kind):
+    for each in () if kind is default else (default, kind):
         if not hasattr(each, "_rule"):
             raise ValueError(f"{RULE} of {where} is {kind.__name__}: {each.__name__} shares no step with another optimizer")
-    if kind._modes and kind is not own:
+    if kind._modes and kind is not default:
         advice = f"construct {kind.__name__}, and give the groups of other optimizers their {RULE}"
         raise ValueError(f"{RULE} of {where} is {kind.__name__}, which has eval() and train(): {advice}")
     return kind
 
 
 def inherited(
-    group: Mapping[str, Any], own: type[Declared], defaults: Mapping[str, Any], where: str
+    group: Mapping[str, Any], owner: type[Declared], defaults: Mapping[str, Any], where: str
 ) -> tuple[type[Declared], dict[str, Any]]:
-    """The :func:`rule_of` a group, and the entries with which it begins in an optimizer of class ``own`` with ``defaults``.
+    """Return a group's :func:`rule_of` and its initial entries in an optimizer of class ``owner`` with ``defaults``.
 
     They are the defaults of the rule, and choices of the constructor that mean the same for all, such as ``weights``.
-    ``ValueError`` where the rule does not know such a choice, or the group has no parameters.
+    Raise ``ValueError`` where the rule lacks such a choice, or the group has no parameters.
     """
-    kind = rule_of(group, own, where)
+    kind = rule_of(group, owner, where)
     if "params" not in group:
         raise ValueError(f"{where} has no 'params'")
-    if kind is own:
+    if kind is owner:
         return kind, dict(defaults)
     fields = {name: vars(field).get("default", Parameter.empty) for name, field in kind._all_fields.items()}
     options = {name: default for name, default in fields.items() if default is not Parameter.empty}
     known, entries = group_keys(kind), group_entries(kind, options)
     for name, value in defaults.items():
-        field = own._all_fields.get(name)
-        if isinstance(field, Hyper) or (isinstance(field, Static) and name in own._declared) or name in own._modes:
+        field = owner._all_fields.get(name)
+        if isinstance(field, Hyper) or (isinstance(field, Static) and name in owner._declared) or name in owner._modes:
             continue
         names_others = isinstance(field, Option) and field.patterns  # parameters of other groups
         if name in known:
             entries[name] = value
-        elif not names_others and name not in own._group_flags and value != getattr(field, "default", value):
+        elif not names_others and name not in owner._group_flags and value != getattr(field, "default", value):
             raise ValueError(f"{name}={value!r} does not go with {kind.__name__}, the {RULE} of {where}: give it to groups")
     return kind, entries
 
 
 def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
-    """Raise an error where an entry of ``param_groups[index]`` is out of range, does not fit another, or is no group's.
+    """Raise an error where an entry of ``param_groups[index]`` is out of range, conflicts with another, or is unknown.
 
-    ``before`` are the entries whose place it takes.
+    ``before`` are the entries that it replaces.
     """
-    where, given, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
+    where, entries, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}
     for choice in kind._fields_of(Choice):
         if choice.name not in IGNORED:
@@ -474,9 +474,9 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
     hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
     for hyper, value in zip(kind._fields_of(Hyper), hypers.values(), strict=True):
-        was_own = hyper.name in before and is_own(hyper, value, group)  # from a checkpoint
-        if (value is not None or not hyper.like) and not was_own and hyper.choice(value) is None:
-            # A group that is there refuses a number out of range in the next step.
+        was_stored_as_is = hyper.name in before and is_stored_as_is(hyper, value, group)  # from a checkpoint
+        if (value is not None or not hyper.like) and not was_stored_as_is and hyper.choice(value) is None:
+            # An existing group refuses a number out of range in the next step.
             hyper.checked(value, where) if is_new else hyper.elements(value, where)
     if not is_new and group.get(RULE) is not before.get(RULE):
         raise ValueError(f"{RULE} of {where} cannot be assigned; make a new optimizer, and load the state by name")
@@ -488,5 +488,5 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         if not is_new and group[mode] is not before[mode]:
             raise ValueError(f"{mode} of {where} cannot be assigned; call the optimizer's eval() or train()")
     known = group_keys(kind)
-    if foreign := [key for key in given if key in kind._all_fields and key not in (*known, *IGNORED)]:
+    if foreign := [key for key in entries if key in kind._all_fields and key not in (*known, *IGNORED)]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")

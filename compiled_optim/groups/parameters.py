@@ -21,20 +21,20 @@ _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "_checkpoint_wrapped_module.")
 
 
 def parameter_name(group: Mapping[str, Any], group_index: int, index: int) -> str:
-    """The name of a parameter in messages, or its position where it has no name."""
+    """Return the name of a parameter for messages, or its index where it has no name."""
     names = group.get("param_names") or ()
     return names[index] if index < len(names) else f"param_groups[{group_index}]['params'][{index}]"
 
 
 def parameter_names(group: Mapping[str, Any], group_index: int) -> list[str]:
-    """The :func:`parameter_name` of each parameter of a group."""
+    """Return the :func:`parameter_name` of each parameter of a group."""
     names, count = list(group.get("param_names") or ()), len(group["params"])
     return names[:count] + [f"param_groups[{group_index}]['params'][{index}]" for index in range(len(names), count)]
 
 
 @contextlib.contextmanager
 def advising() -> Iterator[None]:
-    """Let an error that tells a parameter by its position say how to get names."""
+    """Add advice on names to an error that identifies a parameter by its index."""
     try:
         yield
     except (TypeError, ValueError, AttributeError) as error:
@@ -44,66 +44,66 @@ def advising() -> Iterator[None]:
 
 
 def parameters_of(group: Mapping[str, Any]) -> dict[Any, int]:
-    """Each parameter of a group -> its first place there."""
-    places: dict[Any, int] = {}
+    """Map each parameter of a group to its first index there."""
+    indices: dict[Any, int] = {}
     for index, param in enumerate(group["params"]):
-        places.setdefault(param, index)
-    return places
+        indices.setdefault(param, index)
+    return indices
 
 
 def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Any]]:
-    """All parameters in ``groups``, each after its name in messages."""
+    """Yield all parameters in ``groups``, each after its name in messages."""
     for index, group in enumerate(groups):
         yield from zip(parameter_names(group, index), group["params"], strict=True)
 
 
 def first_three(names: Sequence[str]) -> str:
-    """The first three of ``names`` for a message, and how many more there are."""
+    """Join the first three of ``names`` for a message, and count the others."""
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
 def alternatives(pattern: str) -> list[str]:
-    """Split ``pattern``, such as ``"*.bias|*norm*"``; ``ValueError`` if one of its alternatives is empty."""
-    found = pattern.split("|")
-    if not all(found):
+    """Split ``pattern``, such as ``"*.bias|*norm*"``. Raise ``ValueError`` if one of its alternatives is empty."""
+    parts = pattern.split("|")
+    if not all(parts):
         raise ValueError(f"the pattern {pattern!r} has an empty alternative")
-    return found
+    return parts
 
 
 def matches(pattern: str, names: Collection[str]) -> bool:
-    """Whether ``pattern`` matches one of ``names``, with or without the prefixes of module wrappers."""
+    """Return whether ``pattern`` matches one of ``names``, with or without the prefixes of module wrappers."""
     spellings = {*names, *map(canonical_name, names)}
     return any(fnmatchcase(name, wanted) for wanted in alternatives(pattern) for name in spellings)
 
 
 def canonical_name(name: str) -> str:
-    """``name`` without the prefixes that module wrappers insert at any level."""
+    """Return ``name`` without the prefixes that module wrappers insert at any level."""
     for prefix in _WRAPPER_PREFIXES:
         name = name.replace(f".{prefix}", ".").removeprefix(prefix)
     return name
 
 
 def numbered(names: Sequence[str]) -> list[str]:
-    """``names``, where equal ones become ``"name (1 of 2)"`` and ``"name (2 of 2)"``."""
+    """Return ``names``, where equal ones become ``"name (1 of 2)"`` and ``"name (2 of 2)"``."""
     counts = Counter(names)
-    places = {name: itertools.count(1) for name in counts}
-    return [f"{name} ({next(places[name])} of {counts[name]})" if counts[name] > 1 else name for name in names]
+    counters = {name: itertools.count(1) for name in counts}
+    return [f"{name} ({next(counters[name])} of {counts[name]})" if counts[name] > 1 else name for name in names]
 
 
 def without_aliases(names: Sequence[str], params: Sequence[Any]) -> tuple[list[str], list[Any], dict[str, str]]:
-    """The first name of each tensor in ``params``, each tensor once, and further names -> first; without ``names``, all."""
+    """Return the first name of each tensor, each tensor once, and further names -> first. Without ``names``: all tensors."""
     if not names:
         return [], list(params), {}
     first: dict[int, tuple[str, Any]] = {}
     for name, param in zip(names, params, strict=True):
         first.setdefault(id(param), (name, param))
-    kept, tensors = map(list, zip(*first.values(), strict=True))
-    known = {*kept}
-    return kept, tensors, {n: first[id(p)][0] for n, p in zip(names, params, strict=True) if n not in known}
+    first_names, tensors = map(list, zip(*first.values(), strict=True))
+    unaliased = {*first_names}
+    return first_names, tensors, {n: first[id(p)][0] for n, p in zip(names, params, strict=True) if n not in unaliased}
 
 
 def first_repeat(keys: Iterable[Hashable], taken: Iterable[Hashable] = ()) -> int | None:
-    """The place of the first of ``keys`` that stands before it too, or is ``taken``; None if there is none."""
+    """Return the index of the first of ``keys`` that occurred before or is ``taken``; None if there is none."""
     seen = set(taken)
     for index, key in enumerate(keys):
         if key in seen:
@@ -113,7 +113,7 @@ def first_repeat(keys: Iterable[Hashable], taken: Iterable[Hashable] = ()) -> in
 
 
 def as_groups(params: Any) -> list[dict[str, Any]]:
-    """The constructor's ``params`` as a list of new group dicts; an error if they are none, or no iterable of any."""
+    """Return the constructor's ``params`` as a list of new group dicts. Raise an error if they are empty or no iterable."""
     _check_iterable(params, "params argument given to the optimizer")
     if isinstance(params, Mapping) and params:
         return [{"params": params}]
@@ -124,7 +124,7 @@ def as_groups(params: Any) -> list[dict[str, Any]]:
 
 
 def _check_iterable(params: Any, what: str) -> None:
-    """Raise ``TypeError`` unless ``params``, called ``what``, are an iterable of parameters; it says what may be meant."""
+    """Raise ``TypeError``, with a hint, unless ``params``, named ``what`` in messages, are an iterable of parameters."""
     hint = None
     if isinstance(params, Tensor):
         hint = ""
@@ -135,13 +135,13 @@ def _check_iterable(params: Any, what: str) -> None:
     elif isinstance(params, Mapping) and params:
         tensors = params.values()
         if all(isinstance(t, Tensor) and not (t.requires_grad or isinstance(t, nn.Parameter)) for t in tensors):
-            hint = " of tensors without gradients; did you mean named_parameters() in place of state_dict()?"
+            hint = " of tensors without gradients; did you mean named_parameters() instead of state_dict()?"
     if hint is not None:
         raise TypeError(f"{what} should be an iterable of Tensors or dicts, but got {torch.typename(params)}{hint}")
 
 
 def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
-    """The names, if any, and the tensors in one group's ``params``, called ``what``; an error where they do not fit."""
+    """Return the names, if any, and the tensors in one group's ``params``. Raise an error where they do not fit."""
     if isinstance(params, Tensor):
         return [], [params]
     _check_iterable(params, what)
@@ -162,9 +162,9 @@ def names_and_tensors(params: Any, what: str) -> tuple[list[str], list[Any]]:
 def check_params(
     optimizer: type[Declared], group: Mapping[str, Any], index: int, elsewhere: Mapping[int, str], first: Mapping[str, Any]
 ) -> None:
-    """Raise an error unless ``optimizer`` takes ``group``, which comes at ``index``; integers too, which get no gradients.
+    """Raise an error unless ``optimizer`` takes ``group``, at ``index``. Integer tensors pass: they get no gradients.
 
-    ``elsewhere`` has the names of tensors in groups before, by ``id``. All groups have names, as the ``first`` has, or none.
+    ``elsewhere`` has the names of tensors in other groups, by ``id``. All groups have names, or none, like the ``first``.
     """
     differentiable, stacks = group.get("differentiable", False), group.get("stacks") or ()
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):
@@ -191,10 +191,10 @@ def _check_kind(optimizer: type[Declared], param: Any, name: str, *, differentia
     if optimizer._gradients == "sparse" and is_sharded(param):
         raise ValueError(f"{kind} does not support DTensors; '{name}' is one; use an optimizer that takes dense gradients")
     if optimizer._granularity == "matrix" and not is_lazy(param) and param.dim() != 2 and not (is_stack and param.dim() > 2):
-        found = f"we found a parameter with size: {param.shape} ('{name}')"
+        size = f"we found a parameter with size: {param.shape} ('{name}')"
         advice = "give the others to an elementwise optimizer"
         advice += ", or name in stacks= what holds matrices in its last two dimensions" if param.dim() > 2 else ""
-        raise ValueError(f"{kind} only supports 2D parameters whereas {found}; {advice}")
+        raise ValueError(f"{kind} only supports 2D parameters whereas {size}; {advice}")
     if differentiable and is_sharded(param):
         raise ValueError(f"differentiable=True does not work with DTensors; '{name}' is one")
     if not differentiable and not (param.is_leaf or param.retains_grad):

@@ -27,22 +27,22 @@ def first_matches(
     what: str,
     conflict: Callable[[Any, Any], bool] = lambda first, second: True,
 ) -> dict[str, Any]:
-    """By the name of each of ``things``, which messages call a ``what``, the key that it matches, if any.
+    """Map the name of each of ``things``, each a ``what`` in messages, to the key that it matches, if any.
 
-    The last key may be ``"*"``, for what no other matches. ``ValueError`` where a key matches nothing, or two that are in
-    ``conflict`` the same.
+    The last key may be ``"*"``, for things that no other matches. Raise ``ValueError`` where a key matches nothing, or two
+    keys in ``conflict`` match the same.
     """
-    found: dict[str, Any] = {}
+    matched_by: dict[str, Any] = {}
     for index, key in enumerate(keys):
         matched = [name for name, thing in things.items() if is_match(key, thing)]
         if not matched:
             listed = f"; there are {', '.join([*things][:5])}{', ...' if len(things) > 5 else ''}" if things else ""
             raise ValueError(f"{_described(key)} matches no {what}{listed}")
         for name in matched:
-            other, is_rest = found.setdefault(name, key), key == "*" and index == len(keys) - 1
-            if other != key and conflict(other, key) and not is_rest:
+            other, is_default = matched_by.setdefault(name, key), key == "*" and index == len(keys) - 1
+            if other != key and conflict(other, key) and not is_default:
                 raise ValueError(f"{what} '{name}' matches both {_described(other)} and {_described(key)}")
-    return found
+    return matched_by
 
 
 def _described(key: Any) -> str:
@@ -50,14 +50,14 @@ def _described(key: Any) -> str:
 
 
 class ByName(dict[str, float]):
-    """A copy of a dict of numbers that nobody can edit, nor write into its tensors; ``copy`` and ``|`` make plain dicts."""
+    """A read-only copy of a dict of numbers, without its tensors; ``copy`` and ``|`` make plain dicts."""
 
     def __init__(self, numbers: Mapping[str, Any]) -> None:
-        own = {k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else built_in(n) for k, n in numbers.items()}
-        super().__init__(own)
+        values = {k: n.item() if isinstance(n, Tensor) and n.numel() == 1 else built_in(n) for k, n in numbers.items()}
+        super().__init__(values)
 
     def key_of(self, name: str) -> str:
-        """The key for ``name``: itself, or one that differs in prefixes of module wrappers, if all such have one number."""
+        """Return the key for ``name``: itself, or one that differs in wrappers' prefixes, if all such have one number."""
         if name in self or not (keys := self._by_short_name.get(canonical_name(name))):
             return name
         if len({self[key] for key in keys}) > 1:
@@ -66,10 +66,10 @@ class ByName(dict[str, float]):
 
     @functools.cached_property
     def _by_short_name(self) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+        keys: dict[str, list[str]] = {}
         for key in (key for key in self if isinstance(key, str)):
-            found.setdefault(canonical_name(key), []).append(key)
-        return found
+            keys.setdefault(canonical_name(key), []).append(key)
+        return keys
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise TypeError("a group's dict of numbers by name cannot be edited in place; assign another dict to the group")
@@ -81,21 +81,21 @@ class ByName(dict[str, float]):
 
 
 def kept(chosen: Any) -> Any:
-    """``chosen``; a dict as a :class:`ByName`."""
+    """Return ``chosen``; a dict becomes a :class:`ByName`."""
     return ByName(chosen) if isinstance(chosen, Mapping) and not isinstance(chosen, ByName) else chosen
 
 
 def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a lookup of names ignores the prefixes of module wrappers: where all names differ without them."""
+    """Return whether lookups of names ignore prefixes of module wrappers: if all names differ without them."""
     if not any([isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups]):
-        return False  # nobody looks anything up
+        return False  # there are no lookups
     names = {name for group in groups for name in group.get("param_names", ())}
     return len(set(map(canonical_name, names))) == len(names)
 
 
 @advising()
 def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: int, *, by_short_name: bool = True) -> float:
-    """:meth:`Scale.number` of one parameter of a group; ``by_short_name`` is what :func:`ignores_prefixes` returns."""
+    """Return :meth:`Scale.number` of one parameter of a group; ``by_short_name`` is from :func:`ignores_prefixes`."""
     chosen, name = group.get(scale.name), next(iter(_names(group, index)), None)
     where = f"'{parameter_name(group, group_index, index)}'"
     if isinstance(chosen, ByName) and name is not None and by_short_name:
@@ -105,7 +105,7 @@ def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: i
 
 @advising()
 def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index: int, index: int) -> dict[str, Any]:
-    """What each of ``options`` chooses for one parameter of a group; ``ValueError`` where a choice does not fit it."""
+    """Return the choice of each of ``options`` for one parameter. Raise ``ValueError`` where a choice does not fit it."""
     names = _names(group, index)
     where = f"'{parameter_name(group, group_index, index)}'"
 
@@ -114,26 +114,26 @@ def choices_of(options: Sequence[Option], group: Mapping[str, Any], group_index:
             raise ValueError(f"{where} has no name for the pattern {patterns[0]!r}")
         return any(matches(pattern, names) for pattern in patterns)
 
-    found = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options if o.of}
-    return {name: choice for name, choice in found.items() if choice is not None}
+    choices = {o.name: o.of(group, is_matched, group["params"][index], where) for o in options if o.of}
+    return {name: choice for name, choice in choices.items() if choice is not None}
 
 
 def _names(group: Mapping[str, Any], index: int) -> Sequence[str]:
-    """The name of one parameter of a group, if it has one."""
+    """Return the name of one parameter of a group, if it has one, in a sequence."""
     return (group.get("param_names") or ())[index : index + 1]
 
 
 def patterns_of(options: Sequence[Option], group: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The patterns of names in a group's options, each after the name of its option."""
+    """Return the patterns of names in a group's options, each after the name of its option."""
     return [(option.name, pattern) for option in options if option.patterns for pattern in group.get(option.name) or ()]
 
 
 def check_choices(
     scales: Sequence[Scale], options: Sequence[Option], group: Mapping[str, Any], before: Mapping[str, Any], index: int
 ) -> None:
-    """Raise what :func:`number_of` and :func:`choices_of` raise for the parameters of ``param_groups[index]``, unless lazy.
+    """Run :func:`number_of` and :func:`choices_of` for the parameters of ``param_groups[index]`` that are not lazy.
 
-    ``ValueError`` also where a number that no step reads would replace numbers that steps read ``before``.
+    Raise their errors, and ``ValueError`` where a number that no step reads replaces numbers that steps read ``before``.
     """
     for scale in scales:
         chosen = group.get(scale.name)
@@ -141,13 +141,13 @@ def check_choices(
             allowed = "must be a dict, a function or None, which stands for 1"
             raise ValueError(f"{scale.name} of param_groups[{index}] {allowed}, got {chosen!r}; steps do not read a number")
     if not isinstance(group["params"], Sequence):
-        return  # it is being assigned
+        return  # params are being assigned
     shaped = [j for j, param in enumerate(group["params"]) if not is_lazy(param)]
     for scale in scales if len(group.get("param_names") or ()) in (0, len(group["params"])) else ():
         if scale.is_read(group.get(scale.name)):
-            found = {**group, scale.name: kept(group[scale.name])}
+            entries = {**group, scale.name: kept(group[scale.name])}
             for j in shaped:
-                number_of(scale, found, index, j)
+                number_of(scale, entries, index, j)
     if any([group.get(o.name, o.default) != o.default for o in options]):
         for j in shaped:
             choices_of(options, group, index, j)
@@ -158,58 +158,58 @@ def check_names(
 ) -> None:
     """Raise ``ValueError`` where ``chosen`` has none of ``names``, those of all parameters, or misspells one of them.
 
-    A further name of a tied parameter, which ``aliases`` maps to the one that was kept, must have the same number. Other
-    keys may be for another optimizer, or for parameters to come.
+    A further name of a tied parameter, which ``aliases`` maps to its first name, must have the same number. Other keys may
+    be for another optimizer, or for parameters that are added later.
     """
-    own, every = set(names), [*dict.fromkeys([*names, *aliases])]
+    first_names, every = set(names), [*dict.fromkeys([*names, *aliases])]
     keys = {name: chosen.key_of(name) if by_short_name else name for name in every}
     for name, key in keys.items():
-        if name not in own and key in chosen and chosen[key] != chosen.get(keys.get(aliases[name], aliases[name])):
+        if name not in first_names and key in chosen and chosen[key] != chosen.get(keys.get(aliases[name], aliases[name])):
             raise ValueError(f"{scale.name} has another number for '{key}' than for '{aliases[name]}', which it is tied to")
     known = {*keys.values(), *(map(canonical_name, every) if by_short_name else ())}
     unknown = [key for key in chosen if not (key in known or (isinstance(key, str) and canonical_name(key) in known))]
     if not unknown or not names:
         return
-    said = f"{scale.name} has a number for {{!r}}, which no parameter is called"
+    message = f"{scale.name} has a number for {{!r}}, which no parameter is called"
     if len(unknown) == len(chosen):
-        raise ValueError(said.format(unknown[0]) + hint(str(unknown[0]), every))
-    shown = {canonical_name(str(key)): key for key in unknown}
-    silent = {canonical_name(name): name for name in names if keys[name] not in chosen}
-    for key, wanted in mistyped(shown, silent):
-        raise ValueError(f"{said.format(shown[key])}; did you mean {silent[wanted]}?")
+        raise ValueError(message.format(unknown[0]) + hint(str(unknown[0]), every))
+    short = {canonical_name(str(key)): key for key in unknown}
+    unset = {canonical_name(name): name for name in names if keys[name] not in chosen}
+    for key, wanted in mistyped(short, unset):
+        raise ValueError(f"{message.format(short[key])}; did you mean {unset[wanted]}?")
 
 
 def check_kept(choices: Iterable[Scale | Option], group: Mapping[str, Any], gone: set[str], left: Collection[str]) -> None:
-    """Raise ``ValueError`` where a group chose something by names that are all ``gone``, and by none that are ``left``."""
+    """Raise ``ValueError`` where a group's choice names only parameters that are ``gone``, and none that are ``left``."""
     for choice in choices:
         keys = group.get(choice.name) or ()
         is_by_name = choice.patterns if isinstance(choice, Option) else isinstance(keys, Mapping)
         for key in itertools.chain(*map(alternatives, map(str, keys))) if is_by_name else ():
-            found = {name for name in (*gone, *left) if matches(key, [name])}
-            if found and found <= gone:
-                said = f"{choice.name} has {key!r} for '{min(found)}', whose place a tensor took that has no name"
-                raise ValueError(f"{said}: assign param_names, or another {choice.name}, to the group")
+            matched = {name for name in (*gone, *left) if matches(key, [name])}
+            if matched and matched <= gone:
+                message = f"{choice.name} has {key!r} for '{min(matched)}', which a tensor without a name replaced"
+                raise ValueError(f"{message}: assign param_names, or another {choice.name}, to the group")
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:
-    """Warn of options and patterns that apply to no parameter, unless ``known``; returns all of them."""
+    """Warn of options and patterns that apply to no parameter, unless ``known``. Return all of them."""
     named = [pair for group in groups for pair in patterns_of(options, group)]
     patterns = {f"{name}: the pattern {each!r}": each for name, pattern in named for each in alternatives(pattern)}
-    for said in sorted(patterns.keys() - {*known}):
-        if not any(matches(patterns[said], [name]) for group in groups for name in group.get("param_names") or ()):
-            warnings.warn(f"{said} matches no parameter", UserWarning, stacklevel=2)
-    told = {*known} & {option.name for option in options}
-    for option in [o for o in options if o.name not in told]:
+    for text in sorted(patterns.keys() - {*known}):
+        if not any(matches(patterns[text], [name]) for group in groups for name in group.get("param_names") or ()):
+            warnings.warn(f"{text} matches no parameter", UserWarning, stacklevel=2)
+    reported = {*known} & {option.name for option in options}
+    for option in [o for o in options if o.name not in reported]:
         chosen = [group for group in groups if group.get(option.name, option.default) != option.default and group["params"]]
         if chosen and not any(_may_apply(option, group, j) for group in chosen for j in range(len(group["params"]))):
-            said = f"{option.name}={chosen[0][option.name]!r} applies to no parameter"
-            warnings.warn(f"{said}: all are small (fewer than 4096 elements), or of other dtypes", UserWarning, stacklevel=2)
-            told.add(option.name)
-    return {*patterns} | told
+            text = f"{option.name}={chosen[0][option.name]!r} applies to no parameter"
+            warnings.warn(f"{text}: all are small (fewer than 4096 elements), or of other dtypes", UserWarning, stacklevel=2)
+            reported.add(option.name)
+    return {*patterns} | reported
 
 
 def _may_apply(option: Option, group: Mapping[str, Any], index: int) -> bool:
-    """Whether an option may be of use for a parameter, or the user excluded it by name."""
+    """Return whether an option may be of use for a parameter, or the user excluded it by name."""
     param = group["params"][index]
     if is_lazy(param) or option.suits is None or option.suits(group[option.name], param):
         return True

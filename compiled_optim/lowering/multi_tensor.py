@@ -179,7 +179,7 @@ class MultiTensorLowering(Capturable):
                 add_over_shards(numbers[places.sums], self.plan.params[0])
             if places.totals.start < places.totals.stop:
                 sums = torch.where(self.table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
-                numbers[places.given] = (yield sums).unsqueeze(1)
+                numbers[places.received] = (yield sums).unsqueeze(1)
         self._load_stand_ins()  # again, since sums are over all plans
         with self._on_device:
             for table in self.tables:

@@ -1,6 +1,6 @@
 """The addresses of many tensors and of their gradients, read in one call.
 
-The call is C++ (``watch.cpp``) where a compiler works, and Python elsewhere; both find the same.
+The call is C++ (``watch.cpp``) where a compiler works, and Python elsewhere; both have the same results.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from compiled_optim.memory.torch_internals import (
     zeros_without_memory,
 )
 
-EMPTY = 16  # stands for the address of a gradient without elements, which has none: 0 says that there is no gradient
+EMPTY = 16  # stands for the address of a gradient without elements; 0 means that there is no gradient
 
-# What `look` returns: two flags, and above them the version of the gradients' addresses.
+# `look` returns two flags, and in the bits above them the version of the gradients' addresses.
 _UNLIKE, _MOVED = 1, 2
 _FLAG_BITS = 2
 
@@ -40,19 +40,19 @@ Bytes: TypeAlias = np.ndarray[tuple[int], np.dtype[np.uint8]]
 class Addresses:
     """The addresses and forms of tensors when this object is made, and the addresses of the gradients of some of them.
 
-    The memory of the gradients is kept alive from :meth:`read` to :meth:`finish` where other code runs meanwhile: on another
-    thread, or as a schedule. Nobody then frees what a kernel is reading. What a read finds is recorded before it returns, so
-    that an interrupt right after it loses nothing.
+    The memory of the gradients is kept alive from :meth:`read` to :meth:`finish` if other code can run in between, on a
+    thread or as a schedule, and free memory that a kernel is reading. The results of a read are recorded before it returns,
+    so that an interrupt right after it loses nothing.
 
-    All are dense tensors that do not wrap others. The gradients of ``others`` are not read. A gradient can be read in place
-    only if it has the dtype in ``grad_dtypes``, by default the tensor's.
+    All are dense tensors that do not wrap others. The gradients of ``others`` are not read. Kernels can read a gradient in
+    place only if it has the dtype in ``grad_dtypes``, by default the tensor's.
     """
 
     def __init__(
         self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None, others: Sequence[Tensor] = ()
     ) -> None:
         dtypes = [t.dtype for t in tensors] if grad_dtypes is None else grad_dtypes
-        # Of the last read: the gradients' addresses, 0 if missing or not to be read where they lie; and which are there.
+        # Of the last read: the gradients' addresses, 0 if missing or not readable in place; and which gradients exist.
         self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
         self._tensors = [*tensors, *others]
@@ -61,31 +61,31 @@ class Addresses:
         self.read()
 
     def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, keep_alive: bool = False) -> None:
-        """Read all addresses, of ``grads``, one entry per tensor, in place of the tensors' own; the ``others``' too.
+        """Read all addresses: also of ``grads``, one entry per tensor, or by default the tensors' own, and of ``others``.
 
-        ``keep_alive`` says that the user's code runs before :meth:`finish`, so that the gradients must be kept alive.
+        With ``keep_alive`` the gradients are kept alive, since the user's code runs before :meth:`finish`.
         """
-        seen = self._watch.look(grads, 0, len(self._tensors if others else self.gradients), keep_alive)
-        self.moved = bool(seen & _MOVED)  # whether any tensor has another address or form than at first
-        self.unlike = bool(seen & _UNLIKE)  # whether a gradient's dtype, strides, layout or device keep it from being read
-        self.version = seen >> _FLAG_BITS  # which grows whenever `gradients` changes
+        flags = self._watch.look(grads, 0, len(self._tensors if others else self.gradients), keep_alive)
+        self.moved = bool(flags & _MOVED)  # whether any tensor has another address or form than at first
+        self.unlike = bool(flags & _UNLIKE)  # whether a gradient's dtype, strides, layout or device keep it from being read
+        self.version = flags >> _FLAG_BITS  # grows whenever `gradients` changes
 
     def others_moved(self) -> bool:
-        """Whether any of the others has another address or form than at first, for example after ``.data =``."""
+        """Return whether any of the others has another address or form than at first, for example after ``.data =``."""
         return bool(self._watch.look(None, len(self.gradients), len(self._tensors), False) & _MOVED)
 
     def finish(self) -> None:
-        """Let the gradients go, and tell autograd that the tensors with gradients were written."""
+        """Release the gradients, and tell autograd that the tensors with gradients were written."""
         self._watch.finish()
 
     def set_written(self, written: Sequence[bool]) -> None:
-        """Say for each tensor whether :meth:`finish` reports it as written, in place of whether it has a gradient."""
-        self._written: Bytes = np.array(written, dtype=np.uint8)  # which C++ goes on reading
+        """Set for each tensor whether :meth:`finish` reports it as written, instead of those with gradients."""
+        self._written: Bytes = np.array(written, dtype=np.uint8)  # kept alive: C++ reads it later
         self._watch.set_written(self._written)
 
 
 class _CppWatch(NamedTuple):
-    """Functions that look in C++, at torch's own objects."""
+    """The functions of the C++ reader, which reads torch's own objects."""
 
     look: Callable[[list[Tensor | None] | None, int, int, bool], int]
     finish: Callable[[], None]
@@ -93,18 +93,18 @@ class _CppWatch(NamedTuple):
 
 
 def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> _CppWatch | None:
-    """The C++ reader of ``tensors``, or None. The first ones, as many as there are ``dtypes``, may have gradients."""
-    found = reader()
-    if isinstance(found, str):
+    """Return the C++ reader of ``tensors``, or None. The first of them, one per item of ``dtypes``, may have gradients."""
+    result = reader()
+    if isinstance(result, str):
         return None
-    offset, functions = found
+    offset, functions = result
     if [ctypes.c_uint64.from_address(id(t) + offset).value for t in tensors] != [t._cdata for t in tensors]:
         return None
     examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
     objects = np.array([id(t) + offset for t in tensors], dtype=np.int64)
     kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
-    places = [array.ctypes.data for array in (kinds, gradients, present)]
-    capsule = functions.make_watch(len(tensors), objects.ctypes.data, len(dtypes), *places)
+    pointers = [array.ctypes.data for array in (kinds, gradients, present)]
+    capsule = functions.make_watch(len(tensors), objects.ctypes.data, len(dtypes), *pointers)
     if capsule is None:
         return None
     return _CppWatch(
@@ -115,7 +115,7 @@ def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: 
 
 
 class _PythonWatch:
-    """Looks in Python, on machines where nothing can be compiled. It always keeps the gradients alive."""
+    """The reader in Python, for machines that cannot compile. It always keeps the gradients alive."""
 
     def __init__(self, tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> None:
         self._tensors, self._dtypes, self._gradients, self._present = tensors, dtypes, gradients, present
@@ -125,22 +125,22 @@ class _PythonWatch:
         self.set_written(present)
 
     def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
-        seen = 0 if _forms(self._tensors[first:end]) == self._forms[first:end] else _MOVED
+        flags = 0 if _forms(self._tensors[first:end]) == self._forms[first:end] else _MOVED
         if first:
-            return seen
+            return flags
         tensors = self._tensors[: len(self._dtypes)]
         self._kept_alive = list(map(gradient, tensors)) if grads is None else grads
-        found = [0] * len(tensors)
+        addresses = [0] * len(tensors)
         for i, (tensor, dtype, grad) in enumerate(zip(tensors, self._dtypes, self._kept_alive, strict=True)):
-            if grad is not None and _lies_like(grad, tensor, dtype):
-                found[i] = grad.data_ptr() or EMPTY
+            if grad is not None and _has_form_of(grad, tensor, dtype):
+                addresses[i] = grad.data_ptr() or EMPTY
             elif grad is not None:
-                seen |= _UNLIKE
+                flags |= _UNLIKE
         self._present[:] = [grad is not None for grad in self._kept_alive]
-        if found != self._gradients.tolist():
+        if addresses != self._gradients.tolist():
             self._version += 1
-            self._gradients[:] = found
-        return self._version << _FLAG_BITS | seen
+            self._gradients[:] = addresses
+        return self._version << _FLAG_BITS | flags
 
     def finish(self) -> None:
         pairs = zip(self._tensors[: len(self._written)], self._written.tolist(), strict=True)
@@ -152,16 +152,16 @@ class _PythonWatch:
 
 
 def gradient(tensor: Tensor) -> Tensor | None:
-    """The gradient of ``tensor``. A non-leaf that keeps none is not asked, since torch warns about that."""
+    """Return the gradient of ``tensor``. A non-leaf that keeps none is not read, since torch warns about that."""
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
 def _forms(tensors: Sequence[Tensor]) -> list[object]:
-    """The properties of tensors that must not change for them to count as unmoved."""
+    """Return the properties of tensors that must not change for them to count as unmoved."""
     return [(t.data_ptr(), t.dtype, t.shape, t.stride(), is_plain(t)) for t in tensors]
 
 
-def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
+def _has_form_of(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
     return (
         grad.layout is torch.strided
         and grad.dtype == dtype
@@ -175,22 +175,22 @@ def _lies_like(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def reader() -> tuple[int, Any] | str:
-    """How far into a tensor's Python object its pointer to torch's own lies, and the C++ functions; or why there are none.
+    """Return the offset in a tensor's Python object of the pointer to torch's, and the C++ functions; or an error.
 
     They are compiled once per machine and layout of torch's objects.
     """
     if sys.platform != "linux" or not cache.compiler():
         return "no C++ compiler was found"
     # The pointer is found by its value, so that the object may have any layout in this version of torch. The examples are
-    # real tensors wherever the caller makes its own: on the meta device, on a GPU, or in FakeTensorMode.
+    # real tensors even if the caller's are not: on the meta device, on a GPU, or in FakeTensorMode.
     with torch.device("cpu"), outside_fakes() if fakes_are_made() else contextlib.nullcontext():
         example = torch.empty(0)
         words = (ctypes.c_uint64 * (Tensor.__basicsize__ // 8)).from_address(id(example))
         offsets = [8 * i for i, word in enumerate(words) if word == example._cdata]
-        places = _places()
-    if len(offsets) != 1 or places is None:
+        layout = _offsets()
+    if len(offsets) != 1 or layout is None:
         return "this version of torch is not understood"
-    constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY, **places}
+    constants = {"SEEN_UNLIKE": _UNLIKE, "SEEN_MOVED": _MOVED, "FLAG_BITS": _FLAG_BITS, "NO_ELEMENTS": EMPTY, **layout}
     flags = [f"-D{name}={value}" for name, value in constants.items()]
     source = Path(__file__).with_name("watch.cpp").read_text(encoding="utf-8")
     try:
@@ -213,31 +213,31 @@ def reader() -> tuple[int, Any] | str:
     return offsets[0], library
 
 
-def _places() -> dict[str, int] | None:
-    """Where torch's objects hold what watch.cpp reads, found by its value in several tensors; None if that is not clear.
+def _offsets() -> dict[str, int] | None:
+    """Return the offsets in torch's objects that watch.cpp reads, found by value in several tensors; None if ambiguous.
 
-    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys. Some of these say
-    that its elements are not what lies in memory. In a storage: the address, and behind it the size.
+    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys. Some of these mean
+    that its elements differ from its memory. In a storage: the address, and behind it the size.
     """
     complex_numbers = torch.zeros(3, 5, 7, dtype=torch.complex64)
     tensors = [torch.zeros(3, 5, 7), complex_numbers, torch.from_numpy(np.zeros((3, 5, 7)))]
     others = [complex_numbers.conj(), complex_numbers.conj().imag, zeros_without_memory(2)]
     keys = [dispatch_keys(t) for t in (*tensors, *others)]
-    found = {
-        "STORAGE_AT": _place([(t._cdata, [t.untyped_storage()._cdata]) for t in tensors]),
-        "FORM_AT": _place([(t._cdata, [3, 3, 5, 7]) for t in tensors]),
-        "KEYS_AT": _place([(t._cdata, [k]) for t, k in zip((*tensors, *others), keys, strict=True)]),
-        "DATA_AT": _place([(t.untyped_storage()._cdata, [t.data_ptr()]) for t in tensors], 11),
-        "NBYTES_AT": _place([(t.untyped_storage()._cdata, [t.untyped_storage().nbytes()]) for t in tensors], 11),
+    at = {
+        "STORAGE_AT": _offset_of([(t._cdata, [t.untyped_storage()._cdata]) for t in tensors]),
+        "FORM_AT": _offset_of([(t._cdata, [3, 3, 5, 7]) for t in tensors]),
+        "KEYS_AT": _offset_of([(t._cdata, [k]) for t, k in zip((*tensors, *others), keys, strict=True)]),
+        "DATA_AT": _offset_of([(t.untyped_storage()._cdata, [t.data_ptr()]) for t in tensors], 11),
+        "NBYTES_AT": _offset_of([(t.untyped_storage()._cdata, [t.untyped_storage().nbytes()]) for t in tensors], 11),
     }
-    found["OTHER_KEYS"] = (keys[3] | keys[4] | keys[5]) & ~(keys[0] | keys[1]) | dispatch_key_of_subclasses()
-    is_in_order = found["STORAGE_AT"] < found["FORM_AT"] < found["KEYS_AT"] and found["DATA_AT"] < found["NBYTES_AT"]
-    return found if is_in_order and min(found.values()) > 0 else None
+    at["OTHER_KEYS"] = (keys[3] | keys[4] | keys[5]) & ~(keys[0] | keys[1]) | dispatch_key_of_subclasses()
+    is_in_order = at["STORAGE_AT"] < at["FORM_AT"] < at["KEYS_AT"] and at["DATA_AT"] < at["NBYTES_AT"]
+    return at if is_in_order and min(at.values()) > 0 else None
 
 
-def _place(examples: Sequence[tuple[int, list[int]]], reach: int = 23) -> int:
-    """How far into each object, told by its address, its values lie; 0 unless the first ``reach`` words have them once."""
+def _offset_of(examples: Sequence[tuple[int, list[int]]], reach: int = 23) -> int:
+    """Return the offset of each object's values from its address; 0 unless its first ``reach`` words have them once."""
     words = [(list((ctypes.c_uint64 * reach).from_address(address)), values) for address, values in examples]
-    places = [{i for i in range(1, reach) if found[i : i + len(values)] == values} for found, values in words]
-    common = set.intersection(*places)
+    offsets = [{i for i in range(1, reach) if object_words[i : i + len(values)] == values} for object_words, values in words]
+    common = set.intersection(*offsets)
     return 8 * common.pop() if len(common) == 1 else 0

@@ -29,28 +29,28 @@ from compiled_optim.memory.torch_internals import default_cache_directory
 T = TypeVar("T")
 
 
-uses = Counter[str]()  # how many files this process has "taken" from the cache as they were, and had "made"
+uses = Counter[str]()  # the number of files that this process has "taken" from the cache, and "made"
 _refused: set[Path] = set()  # directories that could not be trusted or used in this process
 
 
 def cache_directory() -> Path:
-    """Where compiled code is kept: the user's cache, or a directory of this process if that cannot be used."""
-    placed = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if placed and os.path.abspath(placed) != default_cache_directory():
-        wanted = Path(placed).absolute() / "compiled_optim"
+    """Return the directory of compiled code: the user's cache, or one of this process if that cannot be used."""
+    inductors = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if inductors and os.path.abspath(inductors) != default_cache_directory():
+        wanted = Path(inductors).absolute() / "compiled_optim"
     else:
         wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "compiled_optim"
     return _private_directory() if wanted in _refused else wanted
 
 
 def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -> T:
-    """What ``load`` returns for the file ``name`` of the cache; ``load`` must ignore the checksum at the file's end.
+    """Return ``load`` of the file ``name`` of the cache; ``load`` must ignore the checksum at the file's end.
 
-    Where the file is missing, damaged, not the user's own, or cannot be loaded, it is written anew with what ``make``
-    returns, which is called at most once. The name must identify the content.
+    If the file is missing, damaged, not the user's own, or cannot be loaded, it is written anew with the result of ``make``,
+    which is called at most once. The name must identify the content.
 
     Raises:
-        OSError: the file can neither be kept in the user's cache nor in a directory of this process, or cannot be loaded.
+        OSError: the file can be written neither to the user's cache nor to a directory of this process, or not loaded.
     """
     directory = cache_directory()
     once = functools.cache(make)
@@ -62,7 +62,7 @@ def load_kept(name: str, make: Callable[[], bytes], load: Callable[[Path], T]) -
             _refused.add(directory)
             warnings.warn(
                 f"compiled_optim: compiled code is not kept in {directory}: {error.strerror or error}; every process "
-                "compiles it again. Make it a directory of yours that nobody else can write to, or name another place in "
+                "compiles it again. Make it a directory of yours that nobody else can write to, or name another one in "
                 "XDG_CACHE_HOME or TORCHINDUCTOR_CACHE_DIR",
                 RuntimeWarning,
                 stacklevel=2,
@@ -92,9 +92,9 @@ def _load(directory: Path, name: str, make: Callable[[], bytes], load: Callable[
 
 @contextlib.contextmanager
 def _opened(directory: Path) -> Iterator[Path]:
-    """``directory``, made if it is missing, by a path that stays valid if directories above it are renamed.
+    """Yield ``directory``, created if missing, by a path that stays valid if directories above it are renamed.
 
-    Nobody can put another directory in its place: the opened one must belong to this user.
+    No other user can replace it: the opened directory must belong to this user.
     """
     if not directory.is_absolute():
         raise OSError("there is no home directory, or XDG_CACHE_HOME is a relative path")
@@ -109,14 +109,14 @@ def _opened(directory: Path) -> Iterator[Path]:
 
 
 def _distrust(status: os.stat_result) -> str:
-    """Why somebody else may have written the file with this ``status``; empty if only this user can have."""
+    """Return why another user may have written the file with this ``status``; empty if only this user can have."""
     if status.st_uid != os.getuid():
         return "it belongs to another user"
     return "other users can write to it" if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) else ""
 
 
 def _is_sound(path: Path) -> bool:
-    """Whether ``path`` is this user's file, as it was written: a damaged library kills the process that loads it."""
+    """Return whether ``path`` is this user's file, unchanged: a damaged library kills the process that loads it."""
     try:
         status = path.lstat()
         if not stat.S_ISREG(status.st_mode) or _distrust(status):
@@ -152,7 +152,7 @@ _FLAGS = ("-O3", "-std=c++17", "-shared", "-fPIC", "-march=native", "-fno-math-e
 
 
 class CompilerError(RuntimeError):
-    """A library could not be compiled or loaded on this machine. ``advice`` says what to do about it."""
+    """Raised where a library cannot be compiled or loaded on this machine. ``advice`` is for the user."""
 
     def __init__(self, message: str, advice: str = "name another compiler in the environment variable CXX") -> None:
         super().__init__(message)
@@ -161,25 +161,25 @@ class CompilerError(RuntimeError):
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """The command of the C++ compiler: ``$CXX``, else the first of g++, clang++ and c++ on the path; empty without one."""
+    """Return the command of the C++ compiler: ``$CXX``, or the first of g++, clang++ and c++ on the path; empty without."""
     wanted = os.environ.get("CXX", "")
     with contextlib.suppress(ValueError):  # a program with spaces in its name, or with arguments
         program, *arguments = (wanted,) if shutil.which(wanted) else shlex.split(wanted)
-        if found := shutil.which(program):
-            return (found, *arguments)
+        if path := shutil.which(program):
+            return (path, *arguments)
     for name in ("g++", "clang++", "c++"):
-        if found := shutil.which(name):
+        if path := shutil.which(name):
             if wanted:
                 message = f"compiled_optim: CXX is {wanted!r}, which was not found; {name} compiles instead"
                 warnings.warn(message, RuntimeWarning, stacklevel=2)
-            return (found,)
+            return (path,)
     return ()
 
 
 def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctypes.CDLL) -> ctypes.CDLL:
-    """The shared library that C++ ``text`` compiles to with further ``flags``, loaded as ``kind`` and kept on disk.
+    """Compile C++ ``text`` with further ``flags`` to a shared library, kept on disk, and load it as ``kind``.
 
-    A ``CompilerError`` has the compiler's or the system's message.
+    Raise ``CompilerError`` with the compiler's or the system's message.
     """
     command = compiler()
     origin = [text, *command, *_FLAGS, *flags, _version(command), processor()]
@@ -187,7 +187,7 @@ def library(text: str, flags: Sequence[str] = (), kind: type[ctypes.CDLL] = ctyp
     try:
         return load_kept(f"{key}.so", lambda: _compiled(command, text, flags), lambda path: kind(str(path)))
     except OSError as error:
-        advice = "name a place in XDG_CACHE_HOME from which libraries may be loaded, or another compiler in CXX"
+        advice = "name a directory in XDG_CACHE_HOME from which libraries may be loaded, or another compiler in CXX"
         advice = advice if os.path.isdir("/proc/self/fd") else "mount /proc, by whose paths libraries are loaded"
         raise CompilerError(f"a compiled library could not be loaded: {error}", advice) from error
 
@@ -210,14 +210,14 @@ def _compiled(command: Sequence[str], text: str, flags: Sequence[str]) -> bytes:
 
 @functools.cache
 def _version(command: Sequence[str]) -> str:
-    with contextlib.suppress(OSError):  # compiling says why it cannot run
+    with contextlib.suppress(OSError):  # the compilation raises the reason
         return subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace").stdout
     return ""
 
 
 @functools.cache
 def processor() -> str:
-    """A text that differs between two kinds of processor."""
+    """Return a text that differs between two kinds of processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

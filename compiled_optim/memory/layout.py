@@ -1,4 +1,4 @@
-"""How tensors lie in memory: whether they have any, in which order, with which numbers; and DTensors over processes."""
+"""Tensors in memory: whether they have any, in which order, with which numbers; and shards of DTensors."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DTYPES = {
 """The dtypes of parameters and of their state."""
 
 TORCH_TYPES = {Tensor, torch.nn.Parameter}
-"""The classes of tensors with memory of their own, that raise nothing when they are asked what they are."""
+"""The classes of tensors that have memory themselves, and whose properties can be read without an error."""
 
 
 class MemoryOrder:
     """The memory order in which one parameter, its gradient and its state are updated.
 
-    A dense parameter sets its own order, and is ``target``, what a kernel updates. Where the memory of a parameter has gaps
-    or overlaps, ``target`` is ``stand_in``, a dense tensor that takes the parameter's values by :meth:`load` before an
+    A dense parameter sets its own order, and is the ``target`` of a kernel. Where the memory of a parameter has gaps or
+    overlaps, ``target`` is ``stand_in``, a dense tensor that takes the parameter's values by :meth:`load` before an
     update and gives them back by :meth:`store` after it.
     """
 
@@ -36,7 +36,7 @@ class MemoryOrder:
         self.target = self._param if self.stand_in is None else self.stand_in
 
     def arranged(self, tensor: Tensor) -> Tensor:
-        """``tensor`` in this order: itself where it has it and lies apart from the parameter, else a copy."""
+        """Return ``tensor`` in this order: itself if it has it and does not overlap the parameter shifted, else a copy."""
         stride = self.target.stride()
         if tensor.stride() == stride and is_plain(tensor) and not overlap_shifted(tensor, self.target):
             return tensor
@@ -45,7 +45,7 @@ class MemoryOrder:
         return copied
 
     def arranged_state(self, entry: Tensor, *, grouped: bool) -> Tensor:
-        """:meth:`arranged` of a state tensor; one with numbers for groups of elements, rows or columns is in their order."""
+        """Return a state tensor :meth:`arranged`; one of numbers for groups, rows or columns is made contiguous."""
         if not grouped and entry.shape == self._param.shape:
             return self.arranged(entry)
         return entry if entry.is_contiguous() and is_plain(entry) else plain_copy(entry)
@@ -62,21 +62,21 @@ class MemoryOrder:
 
 
 def plain_copy(tensor: Tensor) -> Tensor:
-    """The elements of ``tensor``, of any class, in new contiguous memory."""
+    """Copy the elements of ``tensor``, of any class, into new contiguous memory."""
     copied = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
     copied.copy_(tensor)
     return copied
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether the elements of ``tensor`` are what lies in its memory."""
+    """Return whether the elements of ``tensor`` are the numbers in its memory."""
     return not (tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()) and has_memory(tensor)
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether all elements of a strided tensor lie in memory of its own.
+    """Return whether all elements of a strided tensor are in its own memory.
 
-    They do not in a subclass that only wraps other tensors, nor where the storage was freed or shortened.
+    They are not in a subclass that only wraps other tensors, nor where the storage was freed or shortened.
     """
     if tensor.numel() == 0:
         return True
@@ -85,38 +85,38 @@ def has_memory(tensor: Tensor) -> bool:
     try:
         if tensor.data_ptr() == 0:
             return False
-    except RuntimeError:  # what torch says of tensors without a data pointer varies with the version
+    except RuntimeError:  # torch's error for tensors without a data pointer varies with the version
         return False
     reach = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
     return (tensor.storage_offset() + reach) * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 def is_lost(tensor: Tensor) -> bool:
-    """Whether the storage of ``tensor`` was freed: its elements must lie in memory of its own, and do not."""
+    """Return whether the storage of ``tensor`` was freed: its elements should be in its own memory, and are not."""
     if tensor.layout is not torch.strided or has_memory(tensor):
         return False
     return not (tensor.is_meta or tensor._is_zerotensor() or torch_internals.wraps_others(tensor))
 
 
 def span(tensor: Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte, and the address behind its last one."""
+    """Return the address of a tensor's first byte, and the address behind its last one."""
     start, reach = tensor.data_ptr(), tensor.numel() if tensor.is_contiguous() or not tensor.numel() else _reach(tensor)
     return start, start + reach * tensor.element_size()
 
 
 def overlap_shifted(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors share memory but begin at different addresses."""
+    """Return whether two tensors share memory but begin at different addresses."""
     (start, end), (other, other_end) = span(first), span(second)
     return start != other and start < other_end and other < end
 
 
 def _reach(tensor: Tensor) -> int:
-    """The distance in memory from the first of some elements to behind the last one, in elements."""
+    """Return the distance in memory from a tensor's first element to behind the last one, in elements."""
     return 1 + sum([(n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)])
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill its memory without gaps or overlaps, in any order of dimensions."""
+    """Return whether the elements of ``tensor`` fill its memory without gaps or overlaps, in any order of dimensions."""
     if not is_plain(tensor):
         return False
     expected = 1
@@ -128,39 +128,39 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """A 1-D view of all real numbers of a dense tensor, in memory order."""
+    """Return a 1-D view of all real numbers of a dense tensor, in memory order."""
     return as_real(tensor.detach().as_strided((tensor.numel(),), (1,))).view(-1)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """A complex tensor as pairs of real numbers, any other as it is."""
+    """Return a complex tensor as pairs of real numbers, any other unchanged."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def obstacle(param: Tensor) -> str:
-    """Why no step can update ``param`` as it is; empty if one can. Such a parameter has no state."""
+    """Return why no step can update ``param``, or ''. Such a parameter has no state."""
     if is_lazy(param):
         return "it is not initialized yet, which the first call of its module does"
     return "" if param.dtype in DTYPES else f"its dtype is {param.dtype}"
 
 
 def compute_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The real dtype in which a tensor of ``dtype`` is updated: float64 for 64-bit numbers, float32 for all lower."""
+    """Return the real dtype in which a tensor of ``dtype`` is updated: float64 for 64-bit numbers, float32 for all lower."""
     return torch.float64 if dtype in (torch.float64, torch.complex128) else torch.float32
 
 
 def real_numel(tensor: Tensor) -> int:
-    """How many real numbers a tensor holds."""
+    """Return the number of real numbers in a tensor."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
 def scalar_dtype(device: torch.device) -> torch.dtype:
-    """The dtype of hyperparameters, step counts and coefficients: float64 where the device has it."""
+    """Return the dtype of hyperparameters, step counts and coefficients: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def scalars_device(params: Iterable[Tensor]) -> torch.device:
-    """Where the hyperparameters, step counts and coefficients of ``params`` lie.
+    """Return the device of the hyperparameters, step counts and coefficients of ``params``.
 
     It is the device of the first that is not a meta tensor, and the CPU if all are: the meta device would lose the numbers.
     """
@@ -168,47 +168,47 @@ def scalars_device(params: Iterable[Tensor]) -> torch.device:
 
 
 def scalar(number: float, device: torch.device) -> Tensor:
-    """A new 0-dim tensor on ``device``, filled there: to copy a number there would wait for the device."""
+    """Create a 0-dim tensor on ``device``, filled there: a copy from the host would wait for the device."""
     return torch.full((), number, dtype=scalar_dtype(device), device=device)
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is a DTensor. ``torch.distributed.tensor`` is slow to import, and is not imported to find out."""
+    """Return whether ``tensor`` is a DTensor, without importing ``torch.distributed.tensor``, which is slow."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The part of a DTensor that this process holds, sharing its memory; any other tensor itself."""
+    """Return this process's shard of a DTensor, sharing its memory; any other tensor itself."""
     if type(tensor) in TORCH_TYPES or not is_sharded(tensor):
         return tensor
-    shard = cast(Any, tensor)._local_tensor  # to_local makes a new one in every call
-    return cast(Tensor, shard.wait() if hasattr(shard, "wait") else shard)  # a collective may still be under way
+    shard = cast(Any, tensor)._local_tensor  # to_local returns a new tensor in every call
+    return cast(Tensor, shard.wait() if hasattr(shard, "wait") else shard)  # a collective may still be running
 
 
 def local_gradient(grad: Any, param: Any) -> Tensor:
-    """The part of ``grad`` that belongs to this process's part of ``param``."""
-    return local(_placed_like(grad, param))
+    """Return the shard of ``grad`` for this process's shard of ``param``."""
+    return local(_redistributed(grad, param))
 
 
 def traced_part(tensor: Any, param: Any) -> Tensor:
-    """This process's part of ``tensor``, spread like ``param``, in operations that compilers trace.
+    """Return this process's shard of ``tensor``, with the placements of ``param``, in operations that compilers trace.
 
-    It shares memory with a DTensor that is spread like ``param``; a tensor that is no DTensor is returned itself.
+    It shares memory with a DTensor that has these placements; a tensor that is no DTensor is returned itself.
     """
-    return cast(Tensor, _placed_like(tensor, param).to_local() if is_sharded(tensor) else tensor)
+    return cast(Tensor, _redistributed(tensor, param).to_local() if is_sharded(tensor) else tensor)
 
 
-def _placed_like(tensor: Any, param: Any) -> Any:
+def _redistributed(tensor: Any, param: Any) -> Any:
     if placement(tensor) in (None, placement(param)):
         return tensor
     return tensor.redistribute(param.device_mesh, param.placements)
 
 
 def as_part_of(tensor: Tensor, like: Any, *more: int) -> Tensor:
-    """A DTensor spread like ``like``, of its shape and ``more`` dimensions, whose part on this process is ``tensor``.
+    """Wrap ``tensor``, this process's shard, in a DTensor with placements, shape (and ``more`` dimensions) of ``like``.
 
-    Where ``like`` is no DTensor, it is ``tensor`` itself.
+    Return ``tensor`` itself where ``like`` is no DTensor.
     """
     if not is_sharded(like):
         return tensor
@@ -218,14 +218,14 @@ def as_part_of(tensor: Tensor, like: Any, *more: int) -> Tensor:
     stride = torch.empty(shape, device="meta").stride() if more else like.stride()
     # The wrapper would take over an offset into memory that it does not have, and torch could neither copy nor save it.
     first = tensor.as_strided(tensor.shape, tensor.stride(), 0) if tensor.storage_offset() else tensor
-    made = DTensor.from_local(first, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
+    wrapper = DTensor.from_local(first, like.device_mesh, like.placements, run_check=False, shape=shape, stride=stride)
     if first is not tensor:
-        made._local_tensor = tensor
-    return made
+        wrapper._local_tensor = tensor
+    return wrapper
 
 
 def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros of ``shape``, on the device of ``like``; a DTensor with its placements where it is one."""
+    """Return zeros of ``shape`` on the device of ``like``; if that is a DTensor, one with its placements."""
     if not is_sharded(like):
         return torch.zeros(shape, dtype=dtype, device=like.device)
     from torch.distributed import tensor
@@ -234,9 +234,9 @@ def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def has_whole_groups(tensor: Any, size: int) -> bool:
-    """Whether no group of ``size`` successive elements is split between processes; True for a tensor that is no DTensor.
+    """Return whether no group of ``size`` successive elements is split between processes; True if no DTensor.
 
-    A tensor with one number per group, of its shape with fewer columns, or a vector, can then have its placements.
+    A tensor of one number per group (its shape with fewer columns, or a vector) can then have its placements.
     """
     if not is_sharded(tensor):
         return True
@@ -254,7 +254,7 @@ def has_whole_groups(tensor: Any, size: int) -> bool:
 
 
 def part_number(tensor: Any) -> int:
-    """A number of the part of a DTensor that this process holds, the same for all copies of it; 0 for any other tensor."""
+    """Return a number of this process's shard of a DTensor, equal for all its replicas; 0 for any other tensor."""
     number = 0
     if is_sharded(tensor):
         for dim, kind in enumerate(tensor.placements):
@@ -264,9 +264,9 @@ def part_number(tensor: Any) -> int:
 
 
 def whole_stack(parts: Tensor, like: Any) -> Tensor:
-    """The full tensors of stacked local shards, ``parts``, stacked too. All are sharded like ``like``.
+    """Stack the full tensors of ``parts``, a stack of local shards. All are sharded like ``like``.
 
-    All processes that hold parts must call this together. Where ``like`` is no DTensor, ``parts`` are whole.
+    All processes with shards must call this together. Where ``like`` is no DTensor, ``parts`` are full already.
     """
     if not is_sharded(like):
         return parts
@@ -275,12 +275,12 @@ def whole_stack(parts: Tensor, like: Any) -> Tensor:
 
 
 def parts_of_stack(stack: Tensor, like: Any) -> Tensor:
-    """The local shards of the full tensors in ``stack``, sharded like ``like``: the inverse of :func:`whole_stack`."""
+    """Stack the local shards of the full tensors in ``stack``, sharded like ``like``: the inverse of :func:`whole_stack`."""
     return local(spread_like(stack.movedim(0, -1), like)).movedim(-1, 0) if is_sharded(like) else stack
 
 
 def spread_like(tensor: Any, target: Any) -> Tensor:
-    """``tensor`` in a form that can be copied into ``target``: a DTensor on its mesh, or a tensor that is whole.
+    """Convert ``tensor`` so that it can be copied into ``target``: to a DTensor on its mesh, or to a full tensor.
 
     A ``tensor`` that is no DTensor must be the same on every process. All processes must call this together where ``tensor``
     is a DTensor and ``target`` is none or on another mesh.
@@ -297,23 +297,23 @@ def spread_like(tensor: Any, target: Any) -> Tensor:
 
 
 def full_tensor(tensor: Any) -> Tensor:
-    """All of a DTensor, for which all processes that hold parts must call this together; any other tensor itself."""
+    """Gather a DTensor, for which all processes with shards must call this together. Return other tensors unchanged."""
     if not is_sharded(tensor):
         return cast(Tensor, tensor)
-    if tensor.dtype == torch.int16:  # which neither gloo nor NCCL sends
+    if tensor.dtype == torch.int16:  # neither gloo nor NCCL sends it
         return full_tensor(tensor.int()).short()
     return cast(Tensor, torch_internals.in_range("gather", tensor.full_tensor))
 
 
 def placement(tensor: Any) -> tuple[Any, ...] | None:
-    """The mesh and the placements of a DTensor; None for any other tensor."""
+    """Return the mesh and the placements of a DTensor; None for any other tensor."""
     return None if type(tensor) in TORCH_TYPES or not is_sharded(tensor) else (tensor.device_mesh, tensor.placements)
 
 
 def add_over_shards(sums: Tensor, sharded: Any) -> None:
-    """Replace each of ``sums``, of this process's shard of a tensor spread like ``sharded``, by the sum over all shards.
+    """Replace each of ``sums``, over this process's shard of a tensor with ``sharded``'s placements, by the sum over all.
 
-    All processes that hold parts must call this together.
+    All processes with shards must call this together.
     """
     for dim, kind in enumerate(sharded.placements):
         if not kind.is_replicate():

@@ -1,4 +1,4 @@
-"""Functions that Inductor compiles, and how its code is called past Dynamo's guards."""
+"""Functions that Inductor compiles, and calls of its code that bypass Dynamo's guards."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _serial = itertools.count()
 
 
 def without_memory() -> contextlib.AbstractContextManager[Any]:
-    """A context in which new tensors have no memory. They are enough to compile with, whatever their size."""
+    """Return a context in which new tensors have no memory. They suffice to compile with, whatever their size."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return contextlib.nullcontext() if fakes_are_made() else FakeTensorMode()
 
 
 class CompiledGraph(NamedTuple):
-    """What Inductor compiled for ``obtain_graph``.
+    """The code that Inductor compiled for ``obtain_graph``.
 
-    ``code`` takes a list of ``order``: for each input which of the tensors it is, or whose size, and along which dimension.
-    ``returned`` are the positions of the function's results among those of ``code``.
+    ``code`` takes a list in ``order``: for each input the index of a tensor and, if the input is a size, its dimension.
+    ``returned`` are the indices of the function's results among those of ``code``.
     """
 
     code: Callable[[list[Any]], Sequence[Any]]
@@ -35,9 +35,9 @@ class CompiledGraph(NamedTuple):
     returned: Sequence[int]
 
     def run(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """The function's results."""
-        made = self.code([tensors[i] if dim is None else tensors[i].shape[dim] for i, dim in self.order])
-        return [made[i] for i in self.returned]
+        """Run the code on ``tensors``, and return the function's results."""
+        outputs = self.code([tensors[i] if dim is None else tensors[i].shape[dim] for i, dim in self.order])
+        return [outputs[i] for i in self.returned]
 
 
 def obtain_graph(
@@ -51,18 +51,18 @@ def obtain_graph(
     """Compile ``function``, which writes into its tensors or returns new ones, with Inductor.
 
     Args:
-        name: what the code is called, with a number.
+        name: of the code, before a number.
         function: traced once, and not by Dynamo.
-        example: makes tensors on a device to compile with, no two the same object, and for each its dimensions that may have
-            any size, from 1 on; those of equal size stay equal.
-        device: where the code is to run.
+        example: returns distinct tensors on a device to compile with, and for each its dimensions that may have any size,
+            from 1 on; those of equal size stay equal.
+        device: of the code.
         options: Inductor options.
-        decompositions: by operator, a function of other operators that replaces it, where Inductor's own is not to.
+        decompositions: by operator, a function of other operators that replaces it, instead of Inductor's.
 
     Returns:
-        What it compiled, or a text that says why there is nothing: compilation is switched off for the process, or fails on
-        this machine. It runs without Dynamo's guards, so the caller must pass tensors with the dtypes, devices, strides and
-        other sizes of the example.
+        The compiled code, or a text with the reason for its absence: compilation is switched off for the process, or fails
+        on this machine. It runs without Dynamo's guards, so the caller must pass tensors with the dtypes, devices, strides
+        and other sizes of the example.
     """
     from torch._dynamo import config as dynamo
     from torch._dynamo import mark_dynamic
@@ -71,7 +71,7 @@ def obtain_graph(
     from torch.fx.experimental import _config as symbolic_shapes
 
     switched_off = "torch.compile is switched off"
-    if dynamo.disable:  # then torch.compile of a whole function is an error
+    if dynamo.disable:  # then torch.compile with fullgraph=True raises an error
         return switched_off
 
     def traced(tensors: list[Tensor]) -> tuple[Tensor, ...]:
@@ -84,7 +84,7 @@ def obtain_graph(
     # Dynamo's recompile limit counts per code object, and it remembers the shapes it saw per name.
     compiled.__code__ = compiled.__code__.replace(co_name=f"{name}_{next(_serial)}")
     oblivious = symbolic_shapes.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    # The CPU's own word for its vector instructions is trusted: to try them out takes several seconds in a fresh cache.
+    # The CPU's list of its vector instructions is trusted: a trial takes several seconds in a fresh cache.
     trusting = config.patch({"cpp.vec_isa_ok": True, **options})
     with without_memory(), torch.no_grad(), torch.compiler.set_stance("default"), trusting, oblivious:
         args, dynamic = example(device)
@@ -95,7 +95,7 @@ def obtain_graph(
         try:
             return _compiled(compiled, args, sizes, decompositions) or switched_off
         except BackendCompilerFailed as error:
-            message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # the compiler's own first
+            message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # first a C++ compiler's
             return f"Inductor failed: {textwrap.shorten(message, 500, placeholder=' ...')}"
 
 
@@ -105,7 +105,7 @@ def _compiled(
     sizes: Mapping[int, tuple[int, int]],
     decompositions: Mapping[Any, Callable[..., Any]] | None,
 ) -> CompiledGraph | None:
-    """What Inductor compiles for ``function`` and ``args``, as Dynamo calls it, which is noted in place of running it.
+    """Return Inductor's code for ``function`` and ``args``, as Dynamo calls it. The call is recorded, and not run.
 
     ``sizes`` are those of dynamic dimensions, with an argument and a dimension for each.
     """
@@ -115,18 +115,18 @@ def _compiled(
     inductor: Callable[..., Any] = lookup_backend("inductor")
     calls: list[tuple[Callable[..., Any], list[tuple[int, int | None]], list[Tensor]]] = []
 
-    def place(given: Any) -> tuple[int, int | None]:
-        """Which of ``args`` it is; or whose size it is, an int, and in which dimension."""
-        return (next(i for i, a in enumerate(args) if a is given), None) if isinstance(given, Tensor) else sizes[int(given)]
+    def index_of(value: Any) -> tuple[int, int | None]:
+        """Return the index of ``value`` in ``args``; for a size, the index of a tensor and the dimension of that size."""
+        return (next(i for i, a in enumerate(args) if a is value), None) if isinstance(value, Tensor) else sizes[int(value)]
 
     def backend(module: torch.fx.GraphModule, example: list[Any]) -> Callable[..., Any]:
-        own = decompositions and {**select_decomp_table(), **decompositions}
-        code = inductor(module, example, decompositions=own)
+        table = decompositions and {**select_decomp_table(), **decompositions}
+        code = inductor(module, example, decompositions=table)
         count = len(module.graph.output_node().args[0])  # type: ignore[arg-type]
 
         def first_call(*inputs: Any) -> list[Tensor]:
-            """The results are stand-ins."""
-            calls.append((code, list(map(place, inputs)), [torch.empty(0, device="cpu") for _ in range(count)]))
+            """Record the call, and return stand-ins for the results."""
+            calls.append((code, list(map(index_of, inputs)), [torch.empty(0, device="cpu") for _ in range(count)]))
             return calls[0][2]
 
         return first_call

@@ -1,4 +1,4 @@
-"""The few parts of torch without a public name that the package needs, each behind one function."""
+"""The few parts of torch without a public name that the package uses, each behind one function."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from torch.optim import Optimizer, optimizer
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
 Captures: TypeAlias = tuple[torch.device, ...]
-"""The devices whose work is being captured in graphs."""
+"""The devices that capture a graph now."""
 
 
 compiler_at_work = torch._C._dynamo.eval_frame.get_eval_frame_callback
-"""What looks at each frame before it runs; None where nothing does."""
+"""The getter of the callback, such as Dynamo's, that sees each frame before it runs; None without one."""
 
 set_grad_enabled: Callable[[bool], None] = torch._C._set_grad_enabled
-"""What ``torch.no_grad`` calls, at a tenth of its cost."""
+"""The function that ``torch.no_grad`` calls, at a tenth of its cost."""
 
 
 def has_hooks(stepped: Optimizer) -> bool:
-    """Whether hooks are to be called before or after a step of an optimizer; can be traced."""
-    own = len(stepped._optimizer_step_pre_hooks) + len(stepped._optimizer_step_post_hooks)
-    return own + len(optimizer._global_optimizer_pre_hooks) + len(optimizer._global_optimizer_post_hooks) > 0
+    """Return whether hooks run before or after a step of an optimizer. Dynamo can trace this."""
+    hooks = len(stepped._optimizer_step_pre_hooks) + len(stepped._optimizer_step_post_hooks)
+    return hooks + len(optimizer._global_optimizer_pre_hooks) + len(optimizer._global_optimizer_post_hooks) > 0
 
 
 def is_observed(stepped: Optimizer) -> bool:
-    """Whether somebody is to be told of a step of an optimizer: a hook or a profiler, which another thread may have."""
+    """Return whether hooks or a profiler, even of another thread, observe a step of an optimizer."""
     is_profiled = torch._C._autograd._profiler_enabled() or profiler._is_profiler_enabled
     return is_profiled or has_hooks(stepped)
 
 
 def in_range(name: str, work: Callable[..., T], *args: Any) -> T:
-    """Do ``work``; while somebody profiles, in a range ``compiled_optim::name`` of torch.profiler and NVTX.
+    """Do ``work``; while a profiler runs, in a range ``compiled_optim::name`` of torch.profiler and NVTX.
 
-    What is traced must not come here: Dynamo would trace it anew when somebody begins to profile.
+    Traced code must not call this: Dynamo would trace it anew when profiling begins.
     """
     if not profiler._is_profiler_enabled:
         return work(*args)
@@ -61,12 +61,12 @@ def in_range(name: str, work: Callable[..., T], *args: Any) -> T:
 
 
 def outside_dynamo(function: F) -> F:
-    """Decorator: Dynamo does not trace the function. Unlike ``torch.compiler.disable`` it never imports the compiler."""
+    """Decorate a function that Dynamo must not trace. Unlike ``torch.compiler.disable`` this never imports the compiler."""
     outside: Callable[..., Any] = _disable_dynamo(function)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        # A compiler that calls what Dynamo has traced has modes of its own, which must stay.
+        # A compiler that runs a traced graph has set modes, which must not change.
         if is_dynamo_compiling() or (compiler_at_work() is not None and TracingContext.try_get() is None):
             return outside(*args, **kwargs)
         return function(*args, **kwargs)
@@ -79,12 +79,12 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def compiles_means_with_lists() -> bool:
-    """Whether Inductor compiles sums over tensors beside operations over lists: torch 2.11 fails to reorder their loops."""
+    """Return whether Inductor can fuse sums over tensors with operations on lists: torch 2.11 fails to reorder loops."""
     return _torch_version() >= (2, 12)
 
 
 def default_cache_directory() -> str:
-    """Where Inductor keeps its code by default. It writes this path into ``TORCHINDUCTOR_CACHE_DIR`` itself."""
+    """Return Inductor's default cache directory. It writes this path into ``TORCHINDUCTOR_CACHE_DIR`` itself."""
     try:
         user = getpass.getuser()
     except (KeyError, ModuleNotFoundError, OSError):
@@ -94,53 +94,53 @@ def default_cache_directory() -> str:
 
 
 def backward_number() -> int:
-    """A number of the backward that runs on this thread, which no other backward has; -1 where none runs."""
+    """Return a number of the backward that runs on this thread, unique to it; -1 if none runs."""
     return torch._C._current_graph_task_id()
 
 
 def after_backward(function: Callable[[], object]) -> None:
     """Call ``function`` when the backward that runs on this thread ends, unless it fails.
 
-    The current streams are then those of whoever called it, and wait for all gradients.
+    The current streams are then those of the backward's caller, and wait for all gradients.
     """
     torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore
 
 
 def is_fake(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is one of FakeTensorMode's. Such a tensor warns when its address is asked for."""
+    """Return whether ``tensor`` is one of FakeTensorMode's. Such a tensor warns when its address is read."""
     module = sys.modules.get("torch._subclasses.fake_tensor")
     return module is not None and isinstance(tensor, module.FakeTensor)
 
 
 def fakes_are_made() -> bool:
-    """Whether FakeTensorMode is on, in which every new tensor is a fake one."""
+    """Return whether FakeTensorMode is on, in which every new tensor is fake."""
     return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
 
 
 def outside_fakes() -> contextlib.AbstractContextManager[Any]:
-    """A context in which FakeTensorMode is off."""
+    """Return a context in which FakeTensorMode is off."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
 
     return unset_fake_temporarily()
 
 
 def wraps_others(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is of a subclass that defines its own operations, so that its elements may lie in other tensors."""
+    """Return whether ``tensor`` is of a subclass with its own operations, so that its elements may be in other tensors."""
     return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
 def dispatch_keys(tensor: Tensor) -> int:
-    """What tells torch whose code runs for ``tensor``, as a number that the tensor's object holds."""
+    """Return the dispatch keys of ``tensor``, by which torch selects code, as the number that its object stores."""
     return torch._C._dispatch_keys(tensor).raw_repr()
 
 
 def dispatch_key_of_subclasses() -> int:
-    """The key of tensors that :func:`wraps_others` is true for."""
+    """Return the dispatch key of tensors for which :func:`wraps_others` is true."""
     return torch._C.DispatchKeySet(torch._C.DispatchKey.Python).raw_repr()
 
 
 def zeros_without_memory(size: int) -> Tensor:
-    """Zeros as derivatives have them: they lie nowhere."""
+    """Return zeros without memory, as derivatives can be."""
     return torch._efficientzerotensor(size)
 
 
@@ -151,36 +151,36 @@ CAPTURING: dict[str, Callable[[], object | None]] = {
 
 
 def current_capture(device: torch.device) -> object | None:
-    """An identity of the capture that records work of ``device``, the same on every thread; None without one."""
+    """Return an identity of the capture that records work of ``device``, the same on every thread; None without one."""
     ask = CAPTURING.get(device.type)
     return None if ask is None else ask()
 
 
 @contextlib.contextmanager
 def outside_inference_mode() -> Iterator[None]:
-    """Tensors made inside a ``with`` block can be written in every mode. Autograd records as it did before the block."""
+    """Make tensors of a ``with`` block writable in every mode. Autograd records as it did before the block."""
     recording = torch.is_grad_enabled()
     with torch.inference_mode(False), torch.set_grad_enabled(recording):
         yield
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether a graph of ``device`` is being captured."""
+    """Return whether a graph of ``device`` is being captured."""
     return current_capture(device) is not None
 
 
 def captures_of(devices: Sequence[torch.device]) -> Captures:
-    """Those of ``devices`` whose work a graph is capturing. A step asks once, and hands the answer on."""
+    """Return those of ``devices`` whose work a graph is capturing. A step calls this once, and passes the result on."""
     return tuple([device for device in devices if is_capturing(device)])
 
 
 def can_capture(device: torch.device) -> bool:
-    """Whether graphs of ``device`` can hold its work."""
+    """Return whether graphs of ``device`` can capture its work."""
     return device.type in CAPTURING
 
 
 def inductor_captures(device: torch.device) -> bool:
-    """Whether the capture that records the current stream of ``device`` is one of Inductor's own."""
+    """Return whether the capture that records the current stream of ``device`` is one of Inductor's own."""
     trees = sys.modules.get("torch._inductor.cudagraph_trees")
     if trees is None or device.type != "cuda" or not is_capturing(device):
         return False
@@ -189,15 +189,15 @@ def inductor_captures(device: torch.device) -> bool:
 
 
 BESIDE_GRAPHS = "beside-graphs"
-"""How the names of threads begin that :func:`beside_graphs` makes."""
+"""The prefix of the names of threads that :func:`beside_graphs` starts."""
 
 
 def beside_graphs(function: Callable[[], T], device: torch.device | None = None) -> T:
-    """Call ``function`` on a thread of its own, and return what it returned, when its work on ``device`` is done.
+    """Call ``function`` on a new thread, and return its result when its work on ``device`` is done.
 
-    This thread may be recording a graph, or running what is to be recorded next in the memory of that graph. Neither holds
-    for another thread: what it makes stays, and its kernels run on the default stream, where graphs are usually replayed.
-    Without ``device`` nobody waits for them.
+    The current thread may be recording a graph, or warming up for one in its memory pool. A new thread does neither: its
+    tensors are permanent, and its kernels run on the default stream, where graphs are usually replayed. Without ``device``
+    the call does not wait for them.
     """
     cuda = device if device is not None and device.type == "cuda" else None
 
@@ -205,27 +205,27 @@ def beside_graphs(function: Callable[[], T], device: torch.device | None = None)
         if cuda is None:
             return function()
         with torch.cuda.device(cuda):
-            made = function()
+            result = function()
             torch.cuda.current_stream(cuda).synchronize()
-            return made
+            return result
 
-    if cuda is not None and not is_capturing(cuda):  # a capture begins when all other work is done
+    if cuda is not None and not is_capturing(cuda):  # a capture begins after all other work
         torch.cuda.default_stream(cuda).wait_stream(torch.cuda.current_stream(cuda))
     with concurrent.futures.ThreadPoolExecutor(1, BESIDE_GRAPHS) as thread:
         return thread.submit(call).result()
 
 
 def let_stay(tensor: Tensor) -> None:
-    """Tell compilers that ``tensor``, an input of what they compile, stays where it is from call to call.
+    """Tell compilers that ``tensor``, an input of compiled code, has the same address in all calls.
 
-    Inductor's CUDA graphs then read and write it there, in place of a copy, and are recorded again should it move.
+    Inductor's CUDA graphs then read and write it there, and no copy, and are recorded again if it moves.
     It is what ``torch._dynamo.mark_static_address`` does, without importing the compiler.
     """
     tensor._dynamo_static_input_type = "unguarded"  # type: ignore[attr-defined]
 
 
 def any_stream_captures() -> bool:
-    """Whether the current stream or the one that ``torch.cuda.graph`` takes is being captured; nothing tells of others."""
+    """Return whether the current stream or ``torch.cuda.graph``'s default is capturing; others cannot be checked."""
     by_default = torch.cuda.graph.default_capture_stream
     streams = [torch.cuda.current_stream(), *([] if by_default is None else [by_default])]
     for stream in streams:
@@ -238,8 +238,8 @@ def any_stream_captures() -> bool:
 def abandon_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any) -> None:
     """Make later captures possible after a capture into ``pool`` failed.
 
-    After the failure torch 2.11 goes on giving out memory of ``pool``, by a rule that belongs to ``graph``, and refuses
-    every later capture in the process. Later versions stop by themselves (pytorch/pytorch#180395): then this does nothing.
+    After the failure torch 2.11 still allocates from ``pool``, by a rule that belongs to ``graph``, and refuses every
+    later capture in the process. Later versions stop by themselves (pytorch/pytorch#180395): then this does nothing.
     """
     try:
         graph.pool()
@@ -255,14 +255,14 @@ _ABANDONED: list[torch.cuda.CUDAGraph] = []
 
 @contextlib.contextmanager
 def own_workspaces() -> Iterator[None]:
-    """Let cuBLAS take memory in a capture that belongs to the graph, and no other afterwards.
+    """Let cuBLAS allocate workspaces in a capture that belong to the graph, and none of these afterwards.
 
-    Else a graph uses memory that was taken before its capture, which is freed when torch.compile captures something.
-    Clearing also frees what graphs of others use. From torch 2.15 on each call takes memory of its own, in a capture the
-    graph's, unless torch is told to keep some for the process, as it does by default with ROCm.
+    Otherwise a graph uses workspaces from before its capture, which are freed when torch.compile captures a graph. Clearing
+    also frees workspaces that other code's graphs use. From torch 2.15 on each call allocates a workspace, in a capture the
+    graph's, unless torch is set to cache one for the process, as it does by default with ROCm.
     """
-    told = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
-    caches = _torch_version() < (2, 15) or told == "1" or (torch.version.hip is not None and told != "0")
+    setting = os.environ.get("TORCH_CUBLAS_WORKSPACE_CACHE")
+    caches = _torch_version() < (2, 15) or setting == "1" or (torch.version.hip is not None and setting != "0")
     clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)  # builds without CUDA lack it
     if not caches or clear is None:
         yield
@@ -275,7 +275,7 @@ def own_workspaces() -> Iterator[None]:
 
 
 def shape_of_part(tensor: Any) -> tuple[int, ...]:
-    """The shape that the tensor which a DTensor wraps must have on this process."""
+    """Return the shape that a DTensor's local tensor must have on this process."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, _ = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -296,20 +296,20 @@ def refuse_tracing(what: str, advice: str) -> None:
 
 
 def called_while_tracing(function: F) -> F:
-    """Decorator: Dynamo calls the function while it traces, and takes what it returns for a constant.
+    """Decorate a function that Dynamo calls while it traces, with a result that is a constant of the trace.
 
-    What it traced is valid for as long as arguments that are objects are the same ones. It is what
-    ``torch.compiler.assume_constant_result`` does, without importing the compiler.
+    The trace is valid while arguments that are objects are the same ones. This does the same as
+    ``torch.compiler.assume_constant_result``, without importing the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def guard_items(owner: object, path: str) -> None:
-    """Let what Dynamo traces be valid for as long as the tensors that it found elsewhere too are those items of this list.
+    """Make the current trace invalid once tensors that it also found elsewhere are not the items of this list.
 
-    ``owner`` is an object that it traced, and ``path`` leads from there to the list, as in ``"step.params"``. Dynamo itself
-    guards neither which tensors are an optimizer's nor which parameters are different ones.
+    ``owner`` is an object that Dynamo traced, and ``path`` leads from there to the list, as in ``"step.params"``. Dynamo
+    itself guards neither the identity of an optimizer's tensors nor that parameters are distinct.
     """
     from torch._dynamo import config
     from torch._dynamo.guards import GuardBuilder, install_guard
@@ -328,14 +328,14 @@ def guard_items(owner: object, path: str) -> None:
 
     output = InstructionTranslator.current_tx().output
     read, items = output.side_effects, operator.attrgetter(path)(owner)
-    place = functools.reduce(AttrSource, path.split("."), plain(read[owner].source))
+    list_source = functools.reduce(AttrSource, path.split("."), plain(read[owner].source))
     unused: list[Any] = []
     for index, tensor in enumerate(items):
-        item = ListGetItemSource(place, index)
+        item = ListGetItemSource(list_source, index)
         source: Any = read[tensor].source if tensor in read else item
         if is_from_optimizer_source(source):
-            read[tensor].source = source = plain(source)  # so that Dynamo guards where it finds the tensor later
-        if source is item or getattr(source, "base", None) == place:
+            read[tensor].source = source = plain(source)  # so that Dynamo guards the tensor's source
+        if source is item or getattr(source, "base", None) == list_source:
             unused.append((tensor, source))
         else:
             install_guard(source.make_guard(functools.partial(GuardBuilder.DUPLICATE_INPUT, source_b=item)))
@@ -344,13 +344,13 @@ def guard_items(owner: object, path: str) -> None:
     known = set(map(id, items))
     inputs = [(arg.example, arg.source) for arg in output.graphargs if id(arg.example) not in known]
     others = [source for tensor, source in inputs if type(tensor) is Parameter and not is_from_optimizer_source(source)]
-    own = [source for tensor, source in unused if type(tensor) is Parameter]
-    if others and own:
-        install_guard(*(source.make_guard(keep_apart) for source in others + own))
+    unread = [source for tensor, source in unused if type(tensor) is Parameter]
+    if others and unread:
+        install_guard(*(source.make_guard(keep_apart) for source in others + unread))
 
 
 def guard_by(owner: object, holds: Callable[[Any], bool]) -> None:
-    """Let what Dynamo traces be valid for as long as this ``holds`` of ``owner``, an object that it traced."""
+    """Make the current trace invalid once ``holds`` is false for ``owner``, an object that Dynamo traced."""
     from torch._dynamo.guards import install_guard
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -362,17 +362,17 @@ def guard_by(owner: object, holds: Callable[[Any], bool]) -> None:
 
 
 def let_compilers_trace(function: Callable[..., Any]) -> None:
-    """Where traced code calls ``function``, let Dynamo call it on stand-ins, and whoever compiles the graph trace it."""
+    """Let Dynamo call ``function`` on fake tensors where traced code calls it, and the graph's compiler trace it."""
     torch.compiler.allow_in_graph(function)  # type: ignore[no-untyped-call]
     torch.fx.has_side_effect(function)
 
 
 @called_while_tracing
 def mend_tracing() -> None:
-    """Undo the damage that tracing a training step does to later traces.
+    """Repair the damage of a traced training step to later traces.
 
-    One object stands for None in all traces of torch 2.13. A trace that sets ``param.grad`` to None and reads it notes that
-    place as the object's source. Later traces then read a variable that they do not have (pytorch/pytorch#193869).
+    One object represents None in all traces of torch 2.13. A trace that sets ``param.grad`` to None and reads it records
+    that attribute as the object's source. Later traces then read a variable that they lack (pytorch/pytorch#193869).
     """
     from torch._dynamo.variables import ConstantVariable
 

@@ -1,6 +1,6 @@
-// Looks at many tensors and their gradients in one call; addresses.py defines the constants and says what each function does.
-// It declares what it takes of torch and Python: torch's headers take seconds to compile, and Python's may be missing. Those of
-// C++ would double what is left.
+// Reads many tensors and their gradients in one call; addresses.py defines the constants and documents the functions. Torch's
+// and Python's functions are declared here: torch's headers take seconds to compile, and Python's may be missing. Headers of
+// the C++ library would double the remaining time.
 #include <dlfcn.h>
 #include <stdint.h>
 #include <string.h>
@@ -58,7 +58,7 @@ static T ask(int32_t (*property)(Handle, T*), Handle t) {
   return found;
 }
 
-struct Snapshot {  // of what in a tensor's object and in its storage says where it lies, and as what
+struct Snapshot {  // of the address and form of a tensor, in its object and in its storage
   Object tensor = nullptr, storage;
   char form[KEYS_AT + 8 - FORM_AT], memory[NBYTES_AT + 8 - DATA_AT];
 };
@@ -72,7 +72,7 @@ struct Form {  // a tensor as it was when the watch was made
   int64_t span;  // elements from the first to behind the last
   int64_t bytes;  // the same in bytes
   int32_t dtype, grad_dtype;
-  Snapshot itself, gradient;  // as they were when they were looked at in detail, and nothing was wrong
+  Snapshot itself, gradient;  // at their last check in detail that passed
   int64_t found;  // the address of that gradient
 };
 
@@ -98,7 +98,7 @@ static bool is_plain(Object t) {
 }
 
 static void take(Object t, int64_t dim, Snapshot& snapshot) {
-  if (dim > 5) return;  // whose sizes lie elsewhere
+  if (dim > 5) return;  // sizes are outside the object
   snapshot.storage = storage_of(t);
   memcpy(snapshot.form, t + FORM_AT, sizeof snapshot.form);
   memcpy(snapshot.memory, snapshot.storage + DATA_AT, sizeof snapshot.memory);
@@ -150,7 +150,7 @@ static void prefetch(const Form* forms, int64_t i, int64_t end) {
   if (i + 4 < end) __builtin_prefetch(storage_of(*forms[i + 4].object) + DATA_AT);
 }
 
-// The user's code may give a gradient other memory with `.data =`: an alias keeps what it has.
+// The user's code may move a gradient with `.data =`: an alias keeps its memory.
 static void keep(Handle g, const Form& form, bool as_alias, Handle& kept) {
   if (kept) delete_handle(kept);
   kept = nullptr;
@@ -214,7 +214,7 @@ extern "C" char* make_watch(int64_t count, const Handle* tensors, int64_t with_g
   }
 }
 
-// `offset` says how far into a tensor's Python object its pointer to torch's own object lies.
+// `offset` is that of the pointer to torch's object in a tensor's Python object.
 extern "C" int64_t look(char* capsule, char* grads, int64_t offset, int64_t first, int64_t end, int64_t keep_alive) {
   Watch* watch = in(capsule);
   const bool read_grad = grads == &_Py_NoneStruct;

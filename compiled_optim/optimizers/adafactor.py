@@ -38,7 +38,7 @@ class Adafactor(CompiledOptimizer, granularity="tensor"):
 
     @staticmethod
     def axes(shape: torch.Size, factored_dims: str) -> list[int]:
-        """The axes in the order in which an update sees them: the factored ones last."""
+        """Return the axes in the order that an update sees: the factored ones last."""
         if factored_dims == "last":
             return list(range(len(shape)))
         largest = sorted(range(len(shape)), key=lambda axis: (shape[axis], axis))[-2:]

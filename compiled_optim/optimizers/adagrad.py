@@ -21,7 +21,7 @@ class Adagrad(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
 
     def share_memory(self) -> None:
         """Move sums and step counts into memory that processes share; torch.optim's moves its sums."""
-        self._engine.current()  # whose step counts lie together
+        self._engine.current()  # gathers the step counts in one block
         for entries in self.state.values():
             for entry in entries.values():
                 if isinstance(entry, Tensor):

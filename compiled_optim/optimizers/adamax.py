@@ -5,7 +5,7 @@ from compiled_optim.rule import Number, absolute, bias_correction, buffer, hyper
 
 
 class Adamax(CompiledOptimizer, decays="gradient"):
-    """Adamax: Adam with the infinity norm in place of the second moment (arXiv:1412.6980, Algorithm 2)."""
+    """Adamax: Adam with the infinity norm instead of the second moment (arXiv:1412.6980, Algorithm 2)."""
 
     lr: Number = hyper(default=2e-3, ge=0)
     betas: tuple[Number, Number] = hyper(default=(0.9, 0.999), ge=0, lt=1, doc="decay rates of the average and the maximum.")

@@ -5,7 +5,7 @@ from compiled_optim.rule import Number, bias_correction, buffer, hyper, maximum,
 
 
 class AdamWScheduleFree(ViewedOptimizer):
-    """Schedule-Free AdamW: an average of all steps in place of a schedule that ends (arXiv:2405.15682, Algorithm 1).
+    """Schedule-Free AdamW: an average of all steps instead of a schedule that ends (arXiv:2405.15682, Algorithm 1).
 
     The state ``z`` takes the steps. Gradients are taken at weights between ``z`` and the average of all ``z``; the average
     is for evaluation. Call :meth:`eval` before validation and before you save the model for use, and :meth:`train` before
@@ -13,7 +13,7 @@ class AdamWScheduleFree(ViewedOptimizer):
 
     As in the paper, a step's rate is ``lr`` times the bias correction ``sqrt(1 - betas[1]**step)``. Weight decay takes this
     rate, the step's weight in the average is its square, and ``eps`` is added to the root of the uncorrected squares.
-    Differs from the authors' package: that corrects the squares alone, and a weight is the largest rate so far, squared.
+    Differs from the authors' package: it corrects the squares alone, and a weight is the largest rate so far, squared.
 
     With 16-bit parameters, pass ``state_dtype={"z": torch.float32}`` and ``weights``.
     """

@@ -20,7 +20,7 @@ class ASGD(CompiledOptimizer, decays="gradient"):
 
     @staticmethod
     def coefficients(step, lr, lambd, alpha, t0, weight_decay, eta, mu):
-        step_size = where(step == 1, lr, eta)  # the learning rate as it is now, whatever it was when the state was made
+        step_size = where(step == 1, lr, eta)  # the current learning rate, not the one at the state's creation
         next_eta = lr / power(1 + lambd * lr * step, alpha)
         next_mu = 1 / where(step - t0 > 1, step - t0, 1.0)
         numbers = dict(weight_decay=weight_decay, decay=1 - lambd * step_size, step_size=step_size, kept=1 - mu, added=mu)

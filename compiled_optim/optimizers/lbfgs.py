@@ -3,7 +3,7 @@
 The two-loop recursion (Nocedal & Wright, Numerical Optimization, Algorithm 7.4) makes two products of vectors per pair, one
 after the other. Written with the matrix of all products of steps and changes (Byrd, Nocedal and Schnabel, Mathematical
 Programming 63, 1994, Theorem 2.2), the same direction takes four products of the history with a vector, whatever its length.
-It does not wait for the device, which alone knows the pairs that were accepted. A line search waits.
+It does not wait for the device, where the count of accepted pairs is. A line search waits.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ COUNTS = ("func_evals", "n_iter")
 VECTORS = ("d", "prev_flat_grad")
 NUMBERS = ("t", "prev_loss")
 HISTORY = ("old_stps", "old_dirs")
-MEMORY = (*COUNTS, *VECTORS, *NUMBERS, *HISTORY, "products", "H_diag", "pairs")  # what a step reads and writes
-ENTRIES = (*MEMORY, "ro", "exact")  # with what only state dicts have: torch.optim's, and what makes loading it here exact
+MEMORY = (*COUNTS, *VECTORS, *NUMBERS, *HISTORY, "products", "H_diag", "pairs")  # entries that a step reads and writes
+ENTRIES = (*MEMORY, "ro", "exact")  # with those of state dicts only: torch.optim's, and one for exact loads here
 
 LEAST_CURVATURE = 1e-10  # torch.optim's limit: a pair with a smaller product would make the matrix indefinite
 SUFFICIENT_DECREASE = 1e-4
 CURVATURE = 0.9
-SMALLEST_GROWTH, LARGEST_GROWTH = 0.01, 10.0  # of a trial that is still too short, over the last one
-MARGIN = 0.1  # of a bracket's length: how near its ends a second trial in succession may lie
+SMALLEST_GROWTH, LARGEST_GROWTH = 0.01, 10.0  # factors of the next trial's length, after one that is too short
+MARGIN = 0.1  # the least distance, over a bracket's length, of a second successive trial from its ends
 
 
 def new_state(size: int, numel: int, dtype: torch.dtype, device: torch.device) -> dict[str, Tensor]:
-    """What the first step finds, with an empty history of up to ``size`` pairs; pair ``n`` lies in row ``n % size``.
+    """Return the initial state, with an empty history of up to ``size`` pairs; pair ``n`` is in row ``n % size``.
 
     ``old_stps`` are steps and ``old_dirs`` changes of the gradient: torch.optim's names. ``products`` are of every step with
-    every change that is not older, ``H_diag`` is the scale of the initial inverse Hessian, and ``pairs`` how many were ever
-    accepted. Empty rows are 0.
+    every change that is not older, ``H_diag`` is the scale of the initial inverse Hessian, and ``pairs`` the number of pairs
+    accepted so far. Empty rows are 0.
     """
     shapes = {**dict.fromkeys(VECTORS, (numel,)), **dict.fromkeys(HISTORY, (size, numel)), "products": (size, size)}
     dtypes = dict.fromkeys((*COUNTS, "pairs"), torch.int64)
@@ -58,7 +58,7 @@ def new_state(size: int, numel: int, dtype: torch.dtype, device: torch.device) -
 
 
 def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: Tensor) -> None:
-    """Add the pair of a step and of the gradient's change over it, in the oldest one's place if there is no other.
+    """Add the pair of a step and of the gradient's change over it; in a full history it replaces the oldest pair.
 
     Nothing changes unless ``allowed``, a 0-dim bool, is true and the pair's curvature is positive.
     """
@@ -76,7 +76,7 @@ def record(pairs: Mapping[str, Tensor], step: Tensor, change: Tensor, allowed: T
 
 
 def direction(pairs: Mapping[str, Tensor], gradient: Tensor, rows: int) -> Tensor:
-    """Minus the inverse Hessian that ``pairs``, in so many ``rows`` at most, imply times ``gradient``, (numel,)."""
+    """Return minus the inverse Hessian that ``pairs``, in up to ``rows`` rows, imply times ``gradient``, (numel,)."""
     scale, count = pairs["H_diag"], pairs["pairs"]
     if rows == 0:
         return -scale * gradient
@@ -107,13 +107,13 @@ def strong_wolfe(
 ) -> tuple[Trial, int]:
     """Search a step length with sufficient decrease and a small slope (Nocedal & Wright, Algorithms 3.5 and 3.6).
 
-    Trials are at the minimum of the cubic through the two latest ones, as in torch.optim, whose safeguards these are too.
-    They are what ``evaluate`` makes of a length, where a value of infinity stands for NaN: first of ``length``, and then of
-    up to ``limit`` others. The slope of ``start``, of length 0, is negative. A bracket is not divided further where no
-    element, which changes by up to ``reach`` per unit of length, changes by the ``tolerance``.
+    Trials are at the minimum of the cubic through the two latest ones, with the same safeguards, as in torch.optim. They are
+    results of ``evaluate`` for a length, with infinity for NaN: first for ``length``, and then for up to ``limit`` others.
+    The slope of ``start``, of length 0, is negative. A bracket is not divided further if no element, which changes by up to
+    ``reach`` per unit of length, changes by the ``tolerance``.
 
     Returns:
-        The best trial, and how many there were.
+        The best trial, and the number of trials.
     """
 
     def decreases(trial: Trial) -> bool:
@@ -172,9 +172,9 @@ def _best(ends: list[Trial]) -> int:
 
 
 def _cubic_minimum(a: Trial, b: Trial, lowest: float, highest: float) -> float:
-    """Where the cubic with the values and slopes of both trials has its minimum, held within bounds (equation 3.59).
+    """Return the position of the minimum of the cubic through both trials, limited to bounds (equation 3.59).
 
-    The middle of the bounds if it has none, but a bound where it lies at infinity: the cubic is a straight line.
+    Without a minimum, return the middle of the bounds. If the cubic is a straight line, return a bound.
     """
     a, b = sorted((a, b), key=lambda trial: trial.length)
     span = b.length - a.length
@@ -214,12 +214,12 @@ class LBFGSStep(Step):
         choices = {**engine.kind._added_choices(), **self._group}
         self.is_fixed, self._maximizes = choices["fixed_iterations"], choices["maximize"]
         self._iterations = choices["max_iter"]  # traced code cannot read groups
-        self._captured_lr = self.live[0]["lr"].detach().clone()  # what a runner's graph reads
+        self._captured_lr = self.live[0]["lr"].detach().clone()  # a runner's graph reads it
         self._lay_out()
 
     def _lay_out(self) -> None:
-        """Say which numbers of the vector belong to which parameter, and make the state for so many."""
-        self._waits = any(map(is_lazy, self.params))  # for the closure's first call, which initializes parameters
+        """Assign the numbers of the vector to parameters, and create or convert the state for these."""
+        self._waits = any(map(is_lazy, self.params))  # until the closure's first call, which initializes parameters
         self._updated = [p for p in self.params if not obstacle(p)]
         self._sizes = [0 if obstacle(p) else real_numel(p) for p in self.params]
         if not sum(self._sizes) and not self._waits:
@@ -230,7 +230,7 @@ class LBFGSStep(Step):
         if "d" not in state or state["d"].shape != fresh["d"].shape:
             state.update(fresh)
         elif any(state[name].shape != value.shape or state[name].dtype != value.dtype for name, value in fresh.items()):
-            unpack(fresh, packed(state), range(len(self._sizes)), self._sizes)  # as many of the newest pairs as it holds
+            unpack(fresh, packed(state), range(len(self._sizes)), self._sizes)  # keeps the newest pairs that fit
             state.update(fresh)
         for name in MEMORY:
             state.set_quietly(name, state[name].to(self.devices[0]))
@@ -298,7 +298,7 @@ class LBFGSStep(Step):
     def _iterate(self, closure: Callable[[], Any], first: Any, lr: Tensor) -> None:
         group, memory = self._group, self._memory
         limit, tolerance = group["max_eval"], group["tolerance_change"]
-        limit = group["max_iter"] * 5 // 4 if limit is None else limit  # as a checkpoint may say
+        limit = group["max_iter"] * 5 // 4 if limit is None else limit  # a checkpoint may have None
         loss, gradient = float(first), self._gradient()
         memory["func_evals"].add_(1)
         evaluations, pairs = 1, int(memory["pairs"])
@@ -312,20 +312,20 @@ class LBFGSStep(Step):
             pairs = int(count)
             if slope > -tolerance:
                 break
-            made = 0
+            calls = 0
             if group["line_search_fn"] is not None:
                 start, line = Trial(0.0, loss, gradient, slope), self._line(closure)
-                found, made = strong_wolfe(line, start, length, reach, tolerance=1e-9, limit=limit - evaluations)
-                length, loss, gradient, _ = found
+                best, calls = strong_wolfe(line, start, length, reach, tolerance=1e-9, limit=limit - evaluations)
+                length, loss, gradient, _ = best
                 memory["t"].fill_(length)
                 self._move(length * memory["d"])
             else:
                 self._move(memory["t"] * memory["d"])
                 if iteration < group["max_iter"]:
                     value, gradient = self._evaluate(closure)
-                    loss, made = float(value), 1
-            evaluations += made
-            memory["func_evals"].add_(made)
+                    loss, calls = float(value), 1
+            evaluations += calls
+            memory["func_evals"].add_(calls)
             if (
                 evaluations >= limit
                 or iteration == group["max_iter"]
@@ -336,7 +336,7 @@ class LBFGSStep(Step):
                 break
 
     def _turn(self, gradient: Tensor, loss: Any, lr: Tensor, rows: int) -> None:
-        """Take in the gradient at the present point; set the next direction ``d`` and step length ``t``."""
+        """Record the gradient at the current point; set the next direction ``d`` and step length ``t``."""
         memory = self._tensors
         is_first = memory["n_iter"] == 0
         record(memory, memory["t"] * memory["d"], gradient - memory["prev_flat_grad"], ~is_first)
@@ -348,7 +348,7 @@ class LBFGSStep(Step):
         memory["n_iter"].add_(1)
 
     def _line(self, closure: Callable[[], Any]) -> Callable[[float], Trial]:
-        """The closure as a function on the line from the present point along ``d``; it leaves the parameters as they are."""
+        """Return the closure as a function of the length along ``d``; it restores the parameters."""
         towards = self._memory["d"]
         origin = [p.clone(memory_format=torch.preserve_format) for p in self._updated]
 
@@ -367,7 +367,7 @@ class LBFGSStep(Step):
         return self._minimized(loss), self._gradient()
 
     def _minimized(self, value: Any) -> Any:
-        """A loss, or its gradient, as what a step makes smaller."""
+        """Return a loss, or its gradient, with the sign for minimization."""
         return -value if self._maximizes else value
 
     def _gradient(self) -> Tensor:
@@ -387,24 +387,24 @@ class LBFGSStep(Step):
         return torch.cat([tensor.reshape(-1).to(self._dtype) for tensor in tensors])
 
     def saved(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict`` with torch.optim.LBFGS's state. Waits for the device."""
-        own, first = packed(self._memory), state_dict["param_groups"][0]["params"][0]
+        """Return ``state_dict`` with torch.optim.LBFGS's state. Waits for the device."""
+        entries, first = packed(self._memory), state_dict["param_groups"][0]["params"][0]
         others = {name: value for name, value in state_dict["state"].pop(first, {}).items() if name not in ENTRIES}
-        if own["func_evals"] or others:
-            state_dict["state"][first] = (own if own["func_evals"] else {}) | others
+        if entries["func_evals"] or others:
+            state_dict["state"][first] = (entries if entries["func_evals"] else {}) | others
         return state_dict
 
     @torch.no_grad()
     def prepare_load(
         self, state_dict: Mapping[str, Any], prepare: Callable[[Mapping[str, Any]], PreparedLoad]
     ) -> PreparedLoad:
-        """Check what copies a state dict of torch.optim.LBFGS or of this package; an error where it does not fit."""
+        """Prepare the load of a state dict of torch.optim.LBFGS or of this package. Raise an error where it does not fit."""
         memory, state_dict = self._memory, read(state_dict)
         if len(state_dict["param_groups"]) != 1:
             raise ValueError(f"LBFGS has one parameter group, the checkpoint {len(state_dict['param_groups'])}")
         params = state_dict["param_groups"][0]["params"]
         entries = state_dict["state"].pop(params[0], {}) if params else {}
-        own = {name: entries.pop(name) for name in ENTRIES if name in entries}
+        saved = {name: entries.pop(name) for name in ENTRIES if name in entries}
         if entries:
             state_dict["state"][params[0]] = entries
         load = prepare(state_dict)
@@ -412,10 +412,10 @@ class LBFGSStep(Step):
             return load  # the vector is of other parameters
         size = load.group_values[0].get("history_size", self._group["history_size"])
         fresh = new_state(size, sum(self._sizes), self._dtype, self.devices[0])
-        if own:
-            places = [each.saved.index for each in load.params]
+        if saved:
+            indices = [each.saved.index for each in load.params]
             with naming("the state of the checkpoint"):
-                unpack(fresh, own, [sorted(places).index(place) for place in places], self._sizes)
+                unpack(fresh, saved, [sorted(indices).index(index) for index in indices], self._sizes)
         if size != self._group["history_size"]:
             load.params[0].new.update(fresh)
             return load
@@ -426,12 +426,12 @@ class LBFGSStep(Step):
 
 
 def _rows_by_age(count: int, size: int) -> list[int]:
-    """The rows of the pairs that are there, the oldest first, after ``count`` were accepted."""
+    """Return the rows of the stored pairs, the oldest first, after ``count`` were accepted."""
     return [n % size for n in range(max(count - size, 0), count)]
 
 
 def packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
-    """The state of torch.optim.LBFGS, and what :func:`unpack` needs to restore ``memory`` exactly. Waits for the device."""
+    """Return torch.optim.LBFGS's state, and an entry for an exact :func:`unpack` of ``memory``. Waits for the device."""
     counts = {name: int(memory[name]) for name in COUNTS}
     if not counts["n_iter"]:
         return counts
@@ -449,15 +449,15 @@ def packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
 
 
 def unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Sequence[int], sizes: Sequence[int]) -> None:
-    """Fill ``fresh`` from the state of torch.optim.LBFGS or of this package, with as many of the newest pairs as it holds.
+    """Fill ``fresh`` from the state of torch.optim.LBFGS or of this package, with the newest pairs that fit.
 
-    ``order`` says which parameter of the checkpoint each of ours is, and ``sizes`` how many numbers each of ours has.
+    For each parameter, ``order`` has its index in the checkpoint, and ``sizes`` its number of real numbers.
     """
-    like, theirs = fresh["d"], [size for _, size in sorted(zip(order, sizes, strict=True))]
+    like, saved_sizes = fresh["d"], [size for _, size in sorted(zip(order, sizes, strict=True))]
 
     def vector(value: Any, name: str) -> Tensor:
-        found = as_buffer(value, f"{name} of the checkpoint", tuple(like.shape), like.dtype).to(like).split(theirs)
-        return torch.cat([found[place] for place in order])
+        parts = as_buffer(value, f"{name} of the checkpoint", tuple(like.shape), like.dtype).to(like).split(saved_sizes)
+        return torch.cat([parts[index] for index in order])
 
     def history(name: str) -> Tensor:  # vectors as the rows of a matrix, the oldest first
         if not isinstance(vectors := plain(entries[name], name), list):
@@ -483,7 +483,7 @@ def unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Seque
         _require(exact, ("products", "pairs"))
         products = as_buffer(exact["products"], "products", (len(steps), len(steps)), like.dtype).to(like)
         pairs = _count(exact["pairs"], "pairs")
-    else:  # torch.optim carries our own entry along unchanged
+    else:  # torch.optim passes this package's entry on unchanged
         products, pairs = steps @ changes.t(), len(steps)
     size = len(fresh["products"])
     if len(_rows_by_age(pairs, size)) != len(steps):
@@ -508,7 +508,7 @@ def _count(value: Any, name: str) -> int:
 
 
 def _refuse(options: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` if ``options`` hold one that L-BFGS does not have."""
+    """Raise ``ValueError`` if ``options`` have one that L-BFGS does not support."""
     for name in ("differentiable", "max_grad_norm", "skip_nonfinite"):
         value = options.get(name)
         if value is not None and value is not False:

@@ -9,7 +9,7 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers import newton_schulz as ns
 from compiled_optim.rule import Number, buffer, hyper, static
 
-# What the learning rate of a matrix is multiplied by, under torch's name and under another one that is in use.
+# The factor of a matrix's learning rate, by torch's name and by another name that is in use.
 _RATIOS: dict[str, Callable[[int, int], float]] = {
     **dict.fromkeys(("original", "shape_scaling"), lambda rows, columns: math.sqrt(max(1, rows / columns))),
     **dict.fromkeys(("match_rms_adamw", "spectral"), lambda rows, columns: 0.2 * math.sqrt(max(rows, columns))),
@@ -32,7 +32,7 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     ``ns_coefficients`` may be a sequence of triples, one for each iteration, or ``"polar_express"`` (arXiv:2505.16932,
     Algorithm 1, from singular values of 0.001 on): the first ``ns_steps`` of its polynomials of degree 5. From the eighth on
     these are all the same. The polynomials have the paper's safety factor of 1.01. Differs from the paper: a matrix is
-    divided by its norm before, and not by 1.01 times that. A sequence is compiled in. Three numbers change at no cost.
+    first divided by its norm, not by 1.01 times its norm. A sequence is compiled in. Three numbers change at no cost.
 
     The iteration is in bfloat16, as in torch.optim.Muon. Differs from torch.optim.Muon: a matrix is divided by its norm
     before it is rounded, and an iteration adds its three terms before the last product. Each DTensor goes whole to one
@@ -71,6 +71,6 @@ class Muon(CompiledOptimizer, granularity="matrix"):
     @staticmethod
     def check(hypers, statics):
         if statics["adjust_lr_fn"] not in (None, *_RATIOS):
-            there = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
-            raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {there}")
+            allowed = f"adjust_lr_fn must be None, {', '.join(map(repr, _RATIOS))}"
+            raise ValueError(f"Adjust learning rate function {statics['adjust_lr_fn']} is not supported; {allowed}")
         ns.check_iterations(hypers, statics)

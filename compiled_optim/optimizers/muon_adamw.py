@@ -18,26 +18,26 @@ from compiled_optim.rule.rule import RULE, WHY
 
 _FOR_ADAMW = "*embed*|*wte*|*wpe*|lm_head.*|*.lm_head.*|head.*|*.head.*|*classifier*|*norm*|*bias*"
 _UNFIT_ROLES = {"embedding": "is an embedding", "head": "is a head", "bare": "is not called a weight"}
-_ADAMW = "adamw_"  # how the names of arguments begin that are AdamW's
+_ADAMW = "adamw_"  # the prefix of AdamW's arguments
 
 
 class MuonAdamW(Muon):
     """Muon for the matrices of hidden layers and AdamW for all other parameters, in one optimizer (arXiv:2502.16982).
 
-    ``params`` may be a module, named parameters, or groups of named parameters. AdamW updates what ``adamw`` matches, what
-    is no matrix or has a single row or column, and, of a module, embeddings and heads whatever their names. Without
+    ``params`` may be a module, named parameters, or groups of named parameters. AdamW updates parameters that ``adamw``
+    matches, that are no matrix or have a single row or column, and a module's embeddings and heads of any name. Without
     ``adamw`` it also updates matrices of a module that are not called a weight, such as Mamba's ``A_log``. A group becomes
-    two, one for each; a group that names its own ``rule`` stays as it is. ``lr`` and ``weight_decay`` hold for both:
-    ``adjust_lr_fn`` lets Muon's updates have the size of AdamW's. The arguments from ``adamw_lr`` on are AdamW's, where
+    two, one for each; a group that names its ``rule`` is not split. ``lr`` and ``weight_decay`` are for both:
+    ``adjust_lr_fn`` gives Muon's updates the size of AdamW's. The arguments from ``adamw_lr`` on are AdamW's, where
     these differ from Muon's.
 
-    Raises ``ValueError`` where no parameter is left for Muon, where a pattern that you gave matches nothing, and where a
-    parameter's shape is not its own: it has no elements, or it is the weight of a linear map and has one dimension.
+    Raises ``ValueError`` where no parameter is left for Muon, where a pattern in ``adamw`` matches nothing, and where a
+    parameter was sharded or flattened before: it has no elements, or is the weight of a linear map with one dimension.
     """
 
     adjust_lr_fn: str | None = static(default="match_rms_adamw", doc="as Muon's; the default lets one ``lr`` suit both.")
     adamw: str | None = flag(
-        default=None, kw_only=True, doc="patterns of names; None is what embeddings, heads and norms are often called."
+        default=None, kw_only=True, doc="patterns of names; None is for usual names of embeddings, heads and norms."
     )
     adamw_lr: Number | None = flag(default=None, kw_only=True, doc="AdamW's ``lr``; None is ``lr``.")
     adamw_betas: tuple[Number, Number] = flag(default=(0.9, 0.95), kw_only=True, doc="AdamW's ``betas``.")
@@ -49,24 +49,24 @@ class MuonAdamW(Muon):
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._arguments(args, kwargs)
-        own = {name.removeprefix(_ADAMW): value for name, value in arguments.items() if name.startswith(_ADAMW)}
-        own = {name: arguments[name] if value is None else value for name, value in own.items()}
-        adamw, stacks = {RULE: AdamW, **own}, arguments["stacks"]
+        for_adamw = {name.removeprefix(_ADAMW): value for name, value in arguments.items() if name.startswith(_ADAMW)}
+        for_adamw = {name: arguments[name] if value is None else value for name, value in for_adamw.items()}
+        adamw, stacks = {RULE: AdamW, **for_adamw}, arguments["stacks"]
         arguments["params"] = _routed(arguments["params"], arguments["adamw"], adamw, stacks)
         return arguments
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As every optimizer's; a group that is added later must name its ``rule``, since nothing is told apart then."""
+        """Add a group as in every optimizer; a later group must name its ``rule``, since it is not split."""
         if isinstance(param_group, dict) and RULE not in param_group and not engine_of(self).is_open:
-            there = f"{RULE}=MuonAdamW for matrices of hidden layers, which Muon updates, or {RULE}=AdamW for others"
-            raise ValueError(f"a group that is added to MuonAdamW must name its rule: {there}")
+            advice = f"{RULE}=MuonAdamW for matrices of hidden layers, which Muon updates, or {RULE}=AdamW for others"
+            raise ValueError(f"a group that is added to MuonAdamW must name its rule: {advice}")
         super().add_param_group(param_group)
 
 
 def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks: Sequence[str]) -> list[dict[str, Any]]:
-    """Groups in which each parameter has one rule; those for AdamW begin with the options ``adamw``."""
+    """Return groups in which each parameter has one rule; those for AdamW begin with the options ``adamw``."""
     known = roles(params) if isinstance(params, nn.Module) else {}
-    if patterns is not None:  # which say it in place of guesses from names
+    if patterns is not None:  # they replace guesses from names
         known = {key: role for key, role in known.items() if role != "bare"}
     if isinstance(params, nn.Module):
         params = params.named_parameters(remove_duplicate=False)
@@ -97,8 +97,8 @@ def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks:
         for is_adamw, pairs in parts.items():
             why = {WHY: {name: reasons[name] for name, _ in pairs}}
             foreign = {*group_keys(Muon if is_adamw else AdamW)} - {*group_keys(AdamW if is_adamw else Muon)}
-            own = {key: value for key, value in group.items() if key not in foreign}
-            routed += [{**(adamw if is_adamw else {}), **own, **why, "params": pairs}] if pairs else []
+            entries = {key: value for key, value in group.items() if key not in foreign}
+            routed += [{**(adamw if is_adamw else {}), **entries, **why, "params": pairs}] if pairs else []
     if unused:
         raise ValueError(f"adamw: the pattern {next(iter(unused))!r} matches no parameter")
     if not any(RULE not in group or group[RULE] is Muon for group in routed):
@@ -107,7 +107,7 @@ def _routed(params: Any, patterns: str | None, adamw: Mapping[str, Any], stacks:
 
 
 def _unfit(name: str, param: Any, role: str, is_stack: bool) -> str:
-    """Why Muon should not have a parameter; empty if it should. ``ValueError`` where the parameter is not as it was made."""
+    """Return why Muon should not have a parameter, or ''. Raise ``ValueError`` where it was sharded or flattened."""
     if not isinstance(param, Tensor) or nn.parameter.is_lazy(param):
         return ""
     if param.numel() == 0 or hasattr(param, "ds_shape"):

@@ -25,11 +25,11 @@ _TYPES = ("weight", "bias", "norm", "output")
 
 
 def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling_params: bool = False) -> float:
-    """The factor of ``param``'s learning rate in u-muP, for optimizers whose steps do not grow with the gradients.
+    """Return the factor of ``param``'s learning rate in u-muP, for steps that do not grow with the gradients.
 
     It is ``fan_in**-0.5`` for weights and 1 for all others, times ``mup_scaling_depth**-0.5``. The fan-in of an embedding is
-    its width. Of a DTensor the whole shape counts. ``ValueError`` if no scale is defined for the shape or depth of
-    ``param``, which messages call ``name``, or if it lacks ``mup_type`` and ``mup_scaling_depth``; without these attributes
+    its width. Of a DTensor the full shape counts. Raise ``ValueError`` if no scale is defined for the shape or depth of
+    ``param``, called ``name`` in messages, or if it lacks ``mup_type`` and ``mup_scaling_depth``; without these attributes
     the scale is 1 with ``allow_non_unit_scaling_params``.
     """
     return _scale(name, param, allow_non_unit_scaling_params, grows=False)
@@ -38,11 +38,11 @@ def lr_scale_for_adam(name: str | None, param: Tensor, *, allow_non_unit_scaling
 def lr_scale_for_sgd(
     name: str | None, param: Tensor, *, readout_constraint: str | None = None, allow_non_unit_scaling_params: bool = False
 ) -> float:
-    """The factor of ``param``'s learning rate in u-muP, for optimizers whose steps are in proportion to the gradients.
+    """Return the factor of ``param``'s learning rate in u-muP, for steps in proportion to the gradients.
 
     With ``readout_constraint="to_output_scale"``, as unit_scaling's ``LinearReadout`` has it, it is ``fan_in**0.5`` for
-    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Else, and in all besides,
-    it is as :func:`lr_scale_for_adam`.
+    weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Otherwise it equals
+    :func:`lr_scale_for_adam`, and raises the same errors.
     """
     if readout_constraint not in (None, "to_output_scale"):
         raise ValueError(f"readout_constraint must be None or 'to_output_scale', got {readout_constraint!r}")
@@ -50,29 +50,29 @@ def lr_scale_for_sgd(
 
 
 def _scale(name: str | None, param: Tensor, allow_untagged: bool, *, grows: bool) -> float:
-    """The factor of the learning rate of ``param``. It ``grows`` or shrinks with the parameter's size."""
+    """Return the factor of the learning rate of ``param``. It ``grows`` or shrinks with the parameter's size."""
     shape, kind, depth = param.shape, getattr(param, "mup_type", None), getattr(param, "mup_scaling_depth", 0.0)
-    called = f"a parameter of shape {tuple(shape)}" if name is None else f"'{name}', of shape {tuple(shape)},"
+    label = f"a parameter of shape {tuple(shape)}" if name is None else f"'{name}', of shape {tuple(shape)},"
     if kind not in _TYPES or not (depth is None or isinstance(depth, int)):
         if allow_untagged:
             return 1.0
         raise ValueError(
-            f"{called} has no mup_type and mup_scaling_depth, as the parameters of unit_scaling's layers have "
+            f"{label} has no mup_type and mup_scaling_depth, as the parameters of unit_scaling's layers have "
             "them before they are sharded; pass lr_scale, or allow_non_unit_scaling_params=True for scale 1"
         )
     if depth is not None and depth < 1:
-        raise ValueError(f"mup_scaling_depth of {called} must be >= 1, got {depth}")
+        raise ValueError(f"mup_scaling_depth of {label} must be >= 1, got {depth}")
     size: float = shape[:1].numel() if grows and kind != "output" else 1
     if kind == "weight":
         if len(shape) not in (1, 2, 3):
-            raise ValueError(f"u-muP has no fan-in for {len(shape)} dimensions; {called} has them")
+            raise ValueError(f"u-muP has no fan-in for {len(shape)} dimensions; {label} has them")
         fan_in = shape[1:] if len(shape) > 1 else shape  # of (outputs, inputs) or (outputs, inputs, width)
         size = max(fan_in.numel(), 1) ** (0.5 if grows else -0.5)
     return (1 if depth is None else float(depth**-0.5)) * size
 
 
 class _Scaled(CompiledOptimizer):
-    """Translates the arguments of unit_scaling's optimizers into arguments of this package."""
+    """A base class that translates the arguments of unit_scaling's optimizers into those of this package."""
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, as in the optimizer of this name, before scaling.")
     weight_decay: Number = hyper(default=0.0, ge=0, doc="as in the optimizer of this name; see the next argument.")
@@ -87,8 +87,8 @@ class _Scaled(CompiledOptimizer):
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
         arguments = super()._arguments(args, kwargs)
-        if given := [name for name in ("decouple_lr", "decouple_wd") if name in kwargs]:
-            raise TypeError(f"co.mup.{cls.__name__} sets {given[0]} itself; pass it to co.{cls.__name__} instead")
+        if refused := [name for name in ("decouple_lr", "decouple_wd") if name in kwargs]:
+            raise TypeError(f"co.mup.{cls.__name__} sets {refused[0]} itself; pass it to co.{cls.__name__} instead")
         if arguments["lr_scale"] is None:
             arguments["lr_scale"] = functools.partial(cls._scale, **{name: arguments[name] for name in cls._scale_arguments})
         if arguments["independent_weight_decay"]:
@@ -98,7 +98,7 @@ class _Scaled(CompiledOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "decouple_wd=False with decouple_lr=True")  # which is u-muP's way
+            warnings.filterwarnings("ignore", "decouple_wd=False with decouple_lr=True")  # as u-muP decays
             super().add_param_group(param_group)
 
 

@@ -26,13 +26,13 @@ _MINIMAX = (
 )
 """The odd polynomials nearest to 1, in turn, for singular values from 0.001 to 1 (arXiv:2505.16932, Algorithm 1).
 
-The last polynomial stays: it is the limit of the sequence. All before take ``x / 1.01``, the paper's safety factor.
+Later iterations use the limit of the sequence, and these take ``x / 1.01``, the paper's safety factor.
 """
 _NAMED = {"polar_express": tuple((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _MINIMAX)}
 
 
 def sequence(value: Any) -> Any:
-    """``value`` where it is a name or several triples, as the choice that is compiled in; None where it is one triple."""
+    """Return ``value`` as a compiled-in choice where it is a name or several triples; None where it is one triple."""
     if isinstance(value, str):
         return value
     value = [built_in(each) for each in value] if isinstance(value := built_in(value), (tuple, list)) else value
@@ -41,14 +41,14 @@ def sequence(value: Any) -> Any:
 
 
 def iterations(triple: Sequence[Any], chosen: Any, steps: int) -> list[Sequence[Any]]:
-    """The coefficients of each iteration: ``triple`` in all ``steps`` unless a :func:`sequence` is ``chosen``."""
+    """Return the coefficients of each iteration: ``triple`` in all ``steps`` unless a :func:`sequence` is ``chosen``."""
     if chosen in _NAMED:
         return list(itertools.islice(itertools.chain(_NAMED[chosen], itertools.repeat(_LIMIT)), steps))
     return [triple] * steps if chosen is None else list(chosen)
 
 
 def orthogonalized(stack: Tensor, triples: Sequence[Sequence[Any]], eps: Tensor | float) -> Tensor:
-    """The matrices of ``stack``, (..., rows, columns), with singular values near 1, after an iteration for each triple."""
+    """Return the matrices of ``stack``, (..., rows, columns), with singular values near 1: an iteration per triple."""
     tall = stack.shape[-2] > stack.shape[-1]
     x = stack.mT if tall else stack
     x = (x / maximum(torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True), eps)).to(torch.bfloat16)
@@ -58,7 +58,7 @@ def orthogonalized(stack: Tensor, triples: Sequence[Sequence[Any]], eps: Tensor 
 
 
 def check_iterations(hypers: Mapping[str, Any], statics: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where ``ns_coefficients`` and ``ns_steps`` are none, or contradict each other."""
+    """Raise ``ValueError`` where ``ns_coefficients`` or ``ns_steps`` is invalid, or they contradict each other."""
     chosen, steps = sequence(hypers["ns_coefficients"]), statics["ns_steps"]
     if not isinstance(steps, int) or not 0 <= steps < 100:
         raise ValueError(f"ns_steps must be an integer >= 0 and < 100, got {steps!r}")

@@ -8,15 +8,15 @@ from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers import newton_schulz as ns
 from compiled_optim.rule import Number, buffer, hyper, maximum, sqrt, static
 
-_LEAST_NORM = 1e-7  # that a matrix is divided by
+_LEAST_NORM = 1e-7  # by which a matrix is divided
 
 
 class NorMuon(CompiledOptimizer, granularity="matrix"):
     """Muon whose rows have equal shares of a step (arXiv:2510.05491, Algorithm 1).
 
     For the matrices of hidden layers, as Muon; a row holds the weights of one neuron. Momentum is orthogonalized as in
-    Muon, with the same ``ns_coefficients``. Each row is then divided by the root of its average square over the steps. At
-    last the matrix is scaled so that its elements have the root mean square 0.2, whatever its shape: ``lr`` and
+    Muon, with the same ``ns_coefficients``. Each row is then divided by the root of its average square over the steps.
+    Finally the matrix is scaled so that its elements have the root mean square 0.2 for any shape: ``lr`` and
     ``weight_decay`` can be AdamW's. The average of squares has the shape ``(..., rows, 1)`` and starts at 0, without bias
     correction: the last scaling makes up for it.
 

@@ -11,7 +11,7 @@ class Prodigy(CompiledOptimizer):
     parameter's state has a copy. ``d`` is a quotient of two sums, which decay by ``sqrt(betas[1])`` in each step; the first
     group's ``betas`` and ``d_coef`` apply. Weight decay is decoupled, as with ``decouple=True`` in the authors' package. As
     in the paper, ``eps`` is multiplied by the ``d`` of the step, and so is a gradient where ``betas[0]`` is 0. Differs from
-    the authors' package: that uses the next ``d`` for both.
+    the authors' package, which uses the next ``d`` for both.
 
     16-bit parameters need ``weights``. Without it, most of the measured distance is rounding error.
     """

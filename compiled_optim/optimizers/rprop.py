@@ -27,7 +27,7 @@ class Rprop(CompiledOptimizer):
     def coefficients(step, lr, etas, step_sizes):
         smaller, larger = etas
         smallest, largest = step_sizes
-        first = step == 1  # takes the learning rate as it is now, whatever it was when the state was made
+        first = step == 1  # takes the current learning rate, not the one at the state's creation
         return dict(first=first, lr=lr, smaller=smaller, larger=larger, smallest=smallest, largest=largest)
 
     @staticmethod

@@ -9,7 +9,7 @@ class SGD(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
 
     The first step ignores ``dampening``, as in torch.optim. Differs from torch.optim.SGD: gradients must be dense, and the
     state also holds ``step``. While an in-place write keeps ``momentum`` at 0, the buffer is the gradient; torch.optim
-    leaves it as it was. If ``momentum`` is raised from 0 in a run, or the buffer is removed, ``dampening`` applies at once.
+    leaves it unchanged. If ``momentum`` is raised from 0 in a run, or the buffer is removed, ``dampening`` applies at once.
     """
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate: the step is this number times the direction.")
@@ -28,8 +28,8 @@ class SGD(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
 
     @staticmethod
     def coefficients(step, lr, momentum, dampening, weight_decay):
-        whole = (step == 1) | (momentum == 0)
-        grad_weight = where(whole, 1.0, 1 - dampening)
+        undamped = (step == 1) | (momentum == 0)
+        grad_weight = where(undamped, 1.0, 1 - dampening)
         return dict(lr=lr, momentum=momentum, grad_weight=grad_weight, weight_decay=weight_decay)
 
     @staticmethod

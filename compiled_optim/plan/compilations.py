@@ -1,4 +1,4 @@
-"""What one compiled kernel is for, and what happened to an optimizer's compiled code: compilations, causes, fallbacks."""
+"""The key of a compiled kernel, and the log of an optimizer's compiled code: compilations, causes, fallbacks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from compiled_optim.memory.cache import uses
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.rule import Rule
 
-MULTI_TENSOR = "multi-tensor"  # the arrangement of tensors that a kernel finds by their addresses
-LISTS, LISTS_OF_ROWS = "lists", "lists of rows"  # those of tensors that Inductor finds one by one
-COEFFICIENTS = "coefficients"  # what stands for an arrangement where a kernel evaluates coefficients and updates nothing
+MULTI_TENSOR = "multi-tensor"  # the arrangement of tensors that a kernel reads by address
+LISTS, LISTS_OF_ROWS = "lists", "lists of rows"  # those of tensors that Inductor's code takes one by one
+COEFFICIENTS = "coefficients"  # the arrangement of a kernel that evaluates coefficients and updates nothing
 
 
 @dataclass(frozen=True)
 class KernelKey:
-    """What one compiled kernel is specialised on; two tensors with equal keys share the kernel.
+    """The properties on which one compiled kernel is specialised; tensors with equal keys share the kernel.
 
     ``device`` is one device, ``cuda:1``, or a type of devices, ``cuda``, where all of them share the kernel. ``arrangement``
-    says how the kernel finds its tensors: by their addresses, in stacks of certain shapes, packed, or in place.
+    says how the kernel gets its tensors: by their addresses, in stacks of certain shapes, packed, or one by one.
     """
 
     rule: Rule = field(repr=False)
@@ -50,19 +50,19 @@ class KernelKey:
         return self.arrangement != COEFFICIENTS
 
     def with_all_buffers(self) -> KernelKey:
-        """The key after every hyperparameter that is 0, and so spares a buffer, has become another number."""
+        """Return the key with the buffers of hyperparameters that are 0 now, as if all were nonzero."""
         if not self.updates:
             return self
         statics = dict(self.statics) | dict.fromkeys(self.rule.structural_hypers, True)
-        here = dict(zip(self.rule.present_buffers(dict(self.statics)), self.dtypes[2:], strict=True))
-        there = [b for b in self.rule.buffers if b.is_present(statics)]
-        buffers = [here.get(b.name) or self.rule.dtype_of(b, self.dtypes[0], statics) for b in there]
+        dtypes = dict(zip(self.rule.present_buffers(dict(self.statics)), self.dtypes[2:], strict=True))
+        present = [b for b in self.rule.buffers if b.is_present(statics)]
+        buffers = [dtypes.get(b.name) or self.rule.dtype_of(b, self.dtypes[0], statics) for b in present]
         in_rows = self.arrangement == LISTS and self.rule.grouped_buffers(statics)
         key = dataclasses.replace(self, arrangement=LISTS_OF_ROWS) if in_rows else self
         return dataclasses.replace(key, statics=tuple(statics.items()), dtypes=(*self.dtypes[:2], *buffers))
 
     def changes_from(self, old: KernelKey) -> list[str]:
-        """The differences from ``old`` in words, ``grad dtype float32 -> bfloat16``."""
+        """Return the differences from ``old`` in words, ``grad dtype float32 -> bfloat16``."""
         before, now = old._in_words(), self._in_words()
         return [f"{k} {before.get(k)} -> {now.get(k)}" for k in {**before, **now} if before.get(k) != now.get(k)]
 
@@ -77,7 +77,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement: str) -> KernelKey:
-    """The key of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
+    """Return the key of the kernel that updates ``member`` with a gradient of ``grad_dtype``."""
     dtypes = [member.param.dtype, grad_dtype, *(member.entries[name].dtype for name in plan.buffers)]
     # Triton runs a multi-tensor kernel on the current device; Inductor writes the device's number into its code.
     device = plan.device.type if arrangement == MULTI_TENSOR else str(plan.device)
@@ -85,7 +85,7 @@ def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement:
 
 
 def coefficient_key(plan: Plan) -> KernelKey:
-    """The key of the kernel that evaluates the coefficients of all of ``plan``, whose tensors are updated in another way."""
+    """Return the key of the kernel that evaluates all coefficients of ``plan``, whose tensors are updated separately."""
     chosen = {choice.name for choice in (*plan.rule.statics, *plan.rule.options)}
     statics = tuple((name, value) for name, value in plan.statics.items() if name in chosen)
     return KernelKey(plan.rule, statics, plan.device.type, COEFFICIENTS, (torch.float64, torch.float64))
@@ -95,7 +95,7 @@ K = TypeVar("K")
 
 
 class RecompileError(RuntimeError):
-    """Something was about to be compiled again where :func:`compiled_optim.no_recompiles` forbids it."""
+    """Raised before a second compilation where :func:`compiled_optim.no_recompiles` forbids it."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Compilation:
 
     Attributes:
         kernel: its key.
-        seconds: how long that took, with whatever had to be imported for it.
+        seconds: its duration, with the imports that it needed.
         cause: why it was needed after the first step; empty for a first compilation.
         loaded: whether all of its code came from the cache.
     """
@@ -115,18 +115,18 @@ class Compilation:
     loaded: bool = False
 
 
-_budgets: list[int] = []  # what the open forbidding_recompilation() blocks still allow
+_budgets: list[int] = []  # the recompilations that each open forbidding_recompilation() block still allows
 
 
 @contextlib.contextmanager
 def forbidding_recompilation(budget: int = 0) -> Iterator[None]:
     """Make every recompilation and re-capture of an optimizer's step after the first ``budget`` raise RecompileError."""
-    place = len(_budgets)
+    depth = len(_budgets)
     _budgets.append(budget)
     try:
         yield
     finally:
-        del _budgets[place:]
+        del _budgets[depth:]
 
 
 def spend(message: str) -> None:
@@ -140,20 +140,20 @@ def spend(message: str) -> None:
 class CompilationLog:
     """The history of one optimizer's compiled code."""
 
-    has_stepped: bool = False  # what is compiled from then on has a cause
+    has_stepped: bool = False  # later compilations have a cause
     compilations: list[Compilation] = field(default_factory=list)
     fallbacks: dict[str, str] = field(default_factory=dict)
     captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one; a compiler's too
     replays: int = 0
     table_refreshes: int = 0
-    has_moved: bool = False  # whether gradients lie elsewhere than in the last step
-    moved_steps: int = 0  # how many steps began like that
-    construction: float = 0.0  # seconds that compiling or loading took in the constructor
-    compiled_step: str = ""  # what traced code holds
+    has_moved: bool = False  # whether gradients have other addresses than in the last step
+    moved_steps: int = 0  # the number of steps that began so
+    construction: float = 0.0  # seconds of compiling or loading in the constructor
+    compiled_step: str = ""  # a description of the traced code
     keys: dict[tuple[str, bool], KernelKey] = field(default_factory=dict)  # by parameter, and whether the kernel updates it
 
     def obtain(self, cache: dict[KernelKey, K], key: KernelKey, names: Sequence[str], make: Callable[[KernelKey], K]) -> K:
-        """The kernel of ``key`` for the parameters ``names``: from ``cache``, else made, cached and recorded.
+        """Return the kernel of ``key`` for the parameters ``names``: from ``cache``, or new, then cached and recorded.
 
         A kernel without a buffer that a hyperparameter may switch on is compiled together with the kernel that has this
         buffer. Inside ``no_recompiles``, a recompilation raises ``RecompileError``.
@@ -178,15 +178,15 @@ class CompilationLog:
         make: Callable[[KernelKey], K | str],
         uncompiled: Callable[[KernelKey], K],
     ) -> K:
-        """As :meth:`obtain`; where ``make`` says why nothing can be compiled, record that and return ``uncompiled(key)``."""
-        made = self.obtain(cache, key, names, make)
-        if not isinstance(made, str):
-            return made
-        self.fall_back(f"{key.rule.name} runs eager: {made}", "a step takes longer")
+        """Return :meth:`obtain`, or ``uncompiled(key)`` and a record of the reason if ``make`` returns a reason."""
+        kernel = self.obtain(cache, key, names, make)
+        if not isinstance(kernel, str):
+            return kernel
+        self.fall_back(f"{key.rule.name} runs eager: {kernel}", "a step takes longer")
         return uncompiled(key)
 
     def _cause(self, name: str, new: KernelKey) -> str:
-        """Why parameter ``name`` needs a kernel of key ``new``, in words; empty before the first step."""
+        """Return why parameter ``name`` needs a kernel of key ``new``; empty before the first step."""
         if not self.has_stepped:
             return ""
         if (old := self.keys.get((name, new.updates))) is None:
@@ -201,10 +201,10 @@ class CompilationLog:
 
 
 def _users_level() -> int:
-    """The ``stacklevel``, for a warning of the caller's, of the line that called this package, past wrappers and threads."""
+    """Return the ``stacklevel``, for a warning of the caller's, of the line that called this package, past wrappers."""
     frame, level = inspect.currentframe(), 0
     assert frame is not None
-    passed = ("compiled_optim", "torch", "contextlib", "concurrent", "threading")
-    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in passed:
+    skipped = ("compiled_optim", "torch", "contextlib", "concurrent", "threading")
+    while frame.f_back and frame.f_globals.get("__name__", "").partition(".")[0] in skipped:
         frame, level = frame.f_back, level + 1
     return level

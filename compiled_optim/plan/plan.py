@@ -1,6 +1,6 @@
-"""Which tensors are updated together, and which of them take part in a step.
+"""Plans: the parameters that are updated together, with the gradients of a step.
 
-A plan holds the parameters that share a device and every choice that shapes code. Hyperparameters, step counts and scalars
+The parameters of a plan share a device and every choice that shapes code. Hyperparameters, step counts and scalars
 are data, so groups with different learning rates share one plan.
 """
 
@@ -26,25 +26,25 @@ from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
 from compiled_optim.state import OptimizerState, ParamState, StateForm, has_own_entries, initial_values
 
-_SEEDS = 0x9E3779  # how far apart the seeds of the parts of a DTensor are
+_SEEDS = 0x9E3779  # the distance between the seeds of a DTensor's shards
 
 
 @dataclass(eq=False)
 class Member:
     """One parameter of a plan.
 
-    Another thread may replace an entry of the state while a step runs; the next plan follows that.
+    Another thread may replace an entry of the state while a step runs; the next plan has the new one.
     """
 
-    owner: Tensor  # the parameter as it stands in its group
+    owner: Tensor  # the parameter in its group
     groups: Sequence[ParamGroup]  # all param_groups
     group: int  # the index of its group there
-    index: int  # its own in that group
+    index: int  # its index in that group
     state: ParamState
     names: Sequence[str]  # the entries of the state that a step uses
-    numbers: Mapping[str, float]  # what its group chose for it, by the name of the choice
-    param: Tensor = field(init=False)  # what a step updates: the parameter, or the local shard of a DTensor
-    entries: dict[str, Tensor] = field(init=False)  # as they were when the member was made, or their local shards
+    numbers: Mapping[str, float]  # its numbers, by the name of the group's choice
+    param: Tensor = field(init=False)  # the tensor that a step updates: the parameter, or a DTensor's local shard
+    entries: dict[str, Tensor] = field(init=False)  # at the creation of the member, or their local shards
 
     def __post_init__(self) -> None:
         self.param = layout.local(self.owner)
@@ -53,7 +53,7 @@ class Member:
 
     @property
     def name(self) -> str:
-        """Its name in messages. A load may give it another."""
+        """Its name in messages. A load may change it."""
         return parameter_name(self.groups[self.group], self.group, self.index)
 
     def put(self, name: str, entry: Tensor) -> None:
@@ -64,22 +64,22 @@ class Member:
 
 
 class GradientLayoutError(TypeError, RuntimeError):
-    """A gradient is sparse where dense ones are taken, or the other way round; torch.optim raises ``RuntimeError``."""
+    """Raised for a sparse gradient where only dense ones are allowed, or vice versa; torch.optim: ``RuntimeError``."""
 
 
 @dataclass(eq=False)
 class Plan:
     """The parameters on one device with the same static options. DTensors in a plan share mesh and placements too.
 
-    ``device`` is where step counts and coefficients are: for meta parameters the CPU.
+    ``device`` is the device of step counts and coefficients: for meta parameters the CPU.
     """
 
     rule: Rule
     statics: dict[str, Any]
     members: Sequence[Member]
-    grad_of: InitVar[Callable[[Tensor], Tensor | None]]  # returns the gradient of a parameter; later ones have its dtype
-    shares_memory: bool = False  # whether it is updated after others because its parameters share memory with theirs
-    is_first: bool = False  # whether it is the optimizer's first plan, which records norm and skipping of the whole step
+    grad_of: InitVar[Callable[[Tensor], Tensor | None]]  # returns a parameter's gradient; later gradients have its dtype
+    shares_memory: bool = False  # whether it comes after others that its parameters share memory with
+    is_first: bool = False  # whether it is the optimizer's first plan, which records norm and skips of the step
 
     def __post_init__(self, grad_of: Callable[[Tensor], Tensor | None]) -> None:
         self.hypers = self.rule.present_hypers(self.statics)
@@ -89,25 +89,25 @@ class Plan:
         self.device = layout.scalars_device(self.params)
         self.sharded = layout.is_sharded(self.params[0])  # whether the parameters are DTensors
         self.is_meta = self.params[0].is_meta
-        # Whether the parameters have no memory of their own: those of a subclass that wraps others, and meta tensors.
+        # Whether the parameters have no memory: those of a subclass that wraps other tensors, and meta tensors.
         self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
-        self._made: list[Tensor | None] | None = None  # gradients of a step, see _looked_at
-        self._has_own_grad = any(type(p).grad is not Tensor.grad for p in self.params)
-        # Whether more than addresses is looked at in each step.
-        self.looks_closely = self.wrapped or self.sharded or self._has_own_grad or self.rule.gradients == "sparse"
-        expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # where there is no gradient yet
+        self._held_grads: list[Tensor | None] | None = None  # gradients of a step, see _readable
+        self._overrides_grad = any(type(p).grad is not Tensor.grad for p in self.params)
+        # Whether each step checks more than addresses.
+        self.looks_closely = self.wrapped or self.sharded or self._overrides_grad or self.rule.gradients == "sparse"
+        expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # before the first gradient
         grads = map(grad_of, self.params)
         self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
         used = sorted({m.group for m in self.members})
         self.groups = [self.members[0].groups[i] for i in used]
         self.group_index = [used.index(m.group) for m in self.members]
         self.maximizes = [bool(m.groups[m.group].get("maximize")) for m in self.members]
-        # The scalars with the graph that a user gave them, for a differentiable step; None where there is none.
+        # The scalars with the autograd graph that a user gave them, for a differentiable step; else None.
         self.recorded_scalars: Tensor | None = None
-        given = self._scalars_of(self.members)
-        if any(g.get("differentiable", False) for g in self.groups) and any(entry.requires_grad for entry in given):
+        entries = self._scalars_of(self.members)
+        if any(g.get("differentiable", False) for g in self.groups) and any(entry.requires_grad for entry in entries):
             with torch.enable_grad():
-                self.recorded_scalars = torch.stack(given).view(-1, len(self.members))
+                self.recorded_scalars = torch.stack(entries).view(-1, len(self.members))
         # Float64 matrices of shape (1 + scalars, tensors): step counts in the first row, then the rule's scalars. Together
         # they have a column for each member, whose state holds 0-dim views of it.
         self.scalar_blocks = self._gather_scalars()
@@ -119,39 +119,39 @@ class Plan:
         return Addresses(params, self.grad_dtypes[: len(params)], list(filter(layout.has_memory, self._entries())))
 
     def reread(self, grads: list[Tensor | None] | None) -> None:
-        """Read all addresses anew, after the lowering gave state other memory; ``grads`` are as in :meth:`read`.
+        """Read all addresses anew, after the lowering moved state; ``grads`` are as in :meth:`read`.
 
         Schedules may run before the launch, so the gradients are kept alive.
         """
         vars(self).pop("addresses", None)
-        self.addresses.read(self._looked_at(grads), keep_alive=True)
+        self.addresses.read(self._readable(grads), keep_alive=True)
 
     def _entries(self) -> list[Tensor]:
         return [entry for m in self.members for entry in m.entries.values()]
 
     def memory_order(self, member: Member) -> layout.MemoryOrder:
-        """The order of memory in which ``member`` is updated. Its state is brought into this order."""
+        """Return the order of memory in which ``member`` is updated, after its state is brought into this order."""
         order = layout.MemoryOrder(member.param)
         for name in self.buffers:
             member.put(name, order.arranged_state(member.entries[name], grouped=name in self.grouped_buffers))
         return order
 
     def memory(self) -> list[object]:
-        """The storages of state and hyperparameters. They keep the memory if somebody gives such a tensor other memory."""
+        """Return the storages of state and hyperparameters. They keep the memory alive if other code moves such a tensor."""
         hypers = [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]
         return [t.untyped_storage() for t in (*self._entries(), *hypers) if layout.has_memory(t)]
 
     def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """Look at parameters and ``grads``, None for their own gradients, and say whether the plan still describes them.
+        """Read parameters and ``grads``, or their own gradients for None. Return whether the plan still describes them.
 
-        With ``state`` it looks at the state too, in case somebody gave that other memory. ``keep_alive`` is as in
+        With ``state`` it reads the state too, in case other code moved its memory. ``keep_alive`` is as in
         :meth:`Addresses.read`.
 
         Raises:
-            GradientLayoutError: a gradient is sparse and the rule takes dense ones, or the other way round.
+            GradientLayoutError: a gradient is sparse and the rule takes dense ones, or vice versa.
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
-        self.addresses.read(self._looked_at(grads), others=state, keep_alive=keep_alive)
+        self.addresses.read(self._readable(grads), others=state, keep_alive=keep_alive)
         if self.addresses.moved or (self.sharded and any(layout.local(m.owner) is not m.param for m in self.members)):
             return False
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
@@ -159,29 +159,29 @@ class Plan:
         return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
 
     def finish(self) -> None:
-        """Let the gradients go, and tell autograd that the parameters with gradients were written."""
+        """Release the gradients, and tell autograd that the parameters with gradients were written."""
         self.addresses.finish()
-        self._made = None
+        self._held_grads = None
         if self.sharded:
             present = zip(self.params, self.addresses.present.tolist(), strict=True)
-            torch.autograd.graph.increment_version([param for param, there in present if there])
+            torch.autograd.graph.increment_version([param for param, has_grad in present if has_grad])
 
     def gradients(self, grads: list[Tensor | None] | None) -> list[Tensor | None]:
-        """``grads`` or the parameters' own gradients; for DTensors the local shards of them."""
-        found = [p.grad for p in self.params] if grads is None else grads
+        """Return ``grads`` or the parameters' own gradients; for DTensors their local shards."""
+        full = [p.grad for p in self.params] if grads is None else grads
         if not self.sharded:
-            return found
-        return [None if g is None else layout.local_gradient(g, p) for g, p in zip(found, self.params, strict=True)]
+            return full
+        return [None if g is None else layout.local_gradient(g, p) for g, p in zip(full, self.params, strict=True)]
 
-    def _looked_at(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
-        """``grads``, with copies of those that kernels cannot read. The copies are kept until :meth:`finish`."""
-        if self.wrapped or not (self.sharded or self._has_own_grad):
+    def _readable(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
+        """Return ``grads``, with copies of those that kernels cannot read. The copies are kept until :meth:`finish`."""
+        if self.wrapped or not (self.sharded or self._overrides_grad):
             return grads
-        self._made = self.gradients(grads)
-        return self._made
+        self._held_grads = self.gradients(grads)
+        return self._held_grads
 
     def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
-        """Whether all gradients have the dtypes that the plan expects; an error where one cannot be used at all."""
+        """Return whether all gradients have the expected dtypes. Raise an error where one cannot be used at all."""
         rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
         present = [(m, p, g) for m, p, g in zip(self.members, self.params, grads, strict=True) if g is not None]
         if wrong := [m for m, _, g in present if g.is_sparse != takes_sparse]:
@@ -210,9 +210,9 @@ class Plan:
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
-        """By name, the :data:`NUMBERS` of the members; 1 where nobody chose."""
+        """By name, the :data:`NUMBERS` of the members; 1 by default."""
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in NUMBERS}
-        if self.sharded and self.rule.is_elementwise and self.rule.reads_index(self.statics):  # counted in each part
+        if self.sharded and self.rule.is_elementwise and self.rule.reads_index(self.statics):  # an index is local to a shard
             shift = _SEEDS * layout.part_number(self.params[0])
             chosen["seed"] = [(seed + shift) % (1 << 24) for seed in chosen["seed"]]
         return chosen | {"resolution": [torch.finfo(m.param.dtype).eps for m in self.members]}
@@ -225,39 +225,39 @@ class Plan:
         return self.scalar_blocks[0]
 
     def _gather_scalars(self) -> list[Tensor]:
-        """The scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may be reading them."""
-        together: dict[int | None, list[Member]] = {}
+        """Return the scalars in as few blocks as possible. Blocks of an earlier plan stay: a graph may read them."""
+        by_storage: dict[int | None, list[Member]] = {}
         for member in self.members:
             storage, is_block = member.entries["step"].untyped_storage(), _base_of(member) is not None
-            together.setdefault(storage._cdata if is_block else None, []).append(member)
-        blocks, rest = [], []
-        for members in together.values():
+            by_storage.setdefault(storage._cdata if is_block else None, []).append(member)
+        blocks, others = [], []
+        for members in by_storage.values():
             members.sort(key=lambda m: m.entries["step"].storage_offset())
             if (block := self._block_of(members)) is None:
-                rest += members
+                others += members
             else:
                 blocks.append(block)
-        return [*blocks, *([self._gathered(rest)] if rest else [])]
+        return [*blocks, *([self._gathered(others)] if others else [])]
 
     def _scalars_of(self, members: Sequence[Member]) -> list[Tensor]:
         return [m.entries[name] for name in self.rule.scalar_names for m in members]
 
     def holds_scalars(self) -> bool:
-        """Whether the scalars of state still lie in the blocks."""
+        """Return whether the scalars of state are still in the blocks."""
         blocks = {block.untyped_storage()._cdata for block in self.scalar_blocks}
         return all([scalar.untyped_storage()._cdata in blocks for scalar in self._scalars_of(self.members)])
 
     def _block_of(self, members: Sequence[Member]) -> Tensor | None:
-        """The block that holds the scalars of ``members``, in this order, and nothing else; None if there is none."""
+        """Return the block with exactly the scalars of ``members``, in this order; None if there is none."""
         if (block := _base_of(members[0])) is None:
             return None
         storage = block.untyped_storage()._cdata
-        places = [(e.untyped_storage()._cdata, e.storage_offset()) for e in self._scalars_of(members)]
-        fills = places == [(storage, offset) for offset in range(block.numel())]
+        locations = [(e.untyped_storage()._cdata, e.storage_offset()) for e in self._scalars_of(members)]
+        fills = locations == [(storage, offset) for offset in range(block.numel())]
         return block.view(-1, len(members)) if fills else None
 
     def _gathered(self, members: Sequence[Member]) -> Tensor:
-        """The scalars of ``members``, copied into new memory. The state gets views of it."""
+        """Return the scalars of ``members``, copied into new memory. The state gets views of it."""
         names = self.rule.scalar_names
         scalars = torch.stack(self._scalars_of(members)).view(len(names), -1)
         for row, name in enumerate(names):
@@ -267,7 +267,7 @@ class Plan:
 
 
 def _base_of(member: Member) -> Tensor | None:
-    """The block that holds the step count, as a tensor. A count that another process shares arrives without its block."""
+    """Return the block with the step count, as a tensor. A count that another process shares arrives without its block."""
     step = member.entries["step"]
     if step._base is None and step.device.type == "cpu" and step.is_shared():  # type: ignore[no-untyped-call]
         return step.new_empty(0).set_(step.untyped_storage())
@@ -280,21 +280,21 @@ def partition(
     state: OptimizerState,
     grad_of: Callable[[Tensor], Tensor | None] = gradient,
 ) -> list[Plan]:
-    """The plans for all parameters that have state or need it now. Missing state is made. Each group has one of ``rules``.
+    """Build plans for all parameters with state or gradients, and missing state. Each group has one of ``rules``.
 
     A parameter that cannot be updated, or whose memory or state's memory was freed, is left out until it gets a gradient.
-    ``ValueError`` says which parameter or state cannot be updated, and which state does not fit its parameter.
+    Raise ``ValueError`` for a parameter or state that cannot be updated, or state that does not fit its parameter.
     """
-    found: list[tuple[Member, Rule, dict[str, Any]]] = []
+    entries: list[tuple[Member, Rule, dict[str, Any]]] = []
     for i, (rule, group) in enumerate(zip(rules, groups, strict=True)):
         by_short_name, scalars = ignores_prefixes(rule.scales, groups), rule.scalar_names
         initial = initial_values(rule, {**group.for_compiled_code[0], "differentiable": group.get("differentiable", False)})
         rounding_seed = group.get("rounding_seed", 0)
         scales = [scale for scale in rule.scales if scale.is_read(group.get(scale.name))]
-        begun = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
+        initial_copy = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
         names = parameter_names(group, i)
         forms = StateForm.of_group(rule, groups, i)
-        its_rule = rule_name(group.kind)
+        rule_of_group = rule_name(group.kind)
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
             if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
@@ -304,41 +304,41 @@ def partition(
                 if is_needed:
                     raise ValueError(f"can't optimize '{name}': {reason}")
                 continue
-            own_state, form = state[param], forms(j)
+            param_state, form = state[param], forms(j)
             choices = form.choices
             _check_order(rule, param, name, choices)
-            own_state.serve(its_rule)
-            if own_state:
-                form.convert(own_state, name)
-                form.check(own_state, name)
-            if not _has_memory(rule, param, own_state, name, needed=is_needed):
+            param_state.serve(rule_of_group)
+            if param_state:
+                form.convert(param_state, name)
+                form.check(param_state, name)
+            if not _has_memory(rule, param, param_state, name, needed=is_needed):
                 continue
-            if not own_state and not hasattr(group.kind, "share_memory"):  # such state counts from construction on
-                own_state.initial = begun
-            own_state.update_quietly(form.missing(form.buffers, own_state, initial))
+            if not param_state and not hasattr(group.kind, "share_memory"):  # else state exists from construction on
+                param_state.initial = initial_copy
+            param_state.update_quietly(form.missing(form.buffers, param_state, initial))
             numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
-            found.append((Member(param, groups, i, j, own_state, (*scalars, *form.buffers), numbers), rule, choices))
-    written = [[m.param, *[m.entries[name] for name in m.names[len(r.scalar_names) :]]] for m, r, _ in found]
-    together: dict[Any, tuple[Rule, list[Member]]] = {}
-    for (member, rule, choices), wave in zip(found, _waves(written), strict=True):
+            entries.append((Member(param, groups, i, j, param_state, (*scalars, *form.buffers), numbers), rule, choices))
+    written = [[m.param, *[m.entries[name] for name in m.names[len(r.scalar_names) :]]] for m, r, _ in entries]
+    by_plan: dict[Any, tuple[Rule, list[Member]]] = {}
+    for (member, rule, choices), wave in zip(entries, _waves(written), strict=True):
         param = member.owner
         kind = (layout.scalars_device([param]), layout.placement(param), layout.has_memory(member.param), param.is_meta)
-        together.setdefault((wave, id(rule), tuple(choices.items()), kind), (rule, []))[1].append(member)
+        by_plan.setdefault((wave, id(rule), tuple(choices.items()), kind), (rule, []))[1].append(member)
     return [
         Plan(rule, dict(choices), members, grad_of, shares_memory=wave > 0, is_first=index == 0)
-        for index, ((wave, _, choices, _), (rule, members)) in enumerate(together.items())
+        for index, ((wave, _, choices, _), (rule, members)) in enumerate(by_plan.items())
     ]
 
 
 def _only_wraps(param: Tensor) -> bool:
-    """Whether ``param`` is of a subclass that wraps other tensors, and has no memory of its own."""
+    """Return whether ``param`` is of a subclass that wraps other tensors, and has no memory itself."""
     return torch_internals.wraps_others(param) and not layout.has_memory(param)
 
 
 def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where ``rule`` goes by the order of memory, and this process's part of ``param`` has none."""
+    """Raise ``ValueError`` where ``rule`` depends on the order of memory, and this process's shard of ``param`` has none."""
     shape, grouped = tuple(param.shape), rule.grouped_buffers(choices)
     is_in_rows = param.is_contiguous() and param.dim() > 0 and shape[-1] % GROUP == 0
     reason = "8-bit state"
@@ -356,13 +356,13 @@ def _check_order(rule: Rule, param: Tensor, name: str, choices: Mapping[str, Any
 
 
 def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, *, needed: bool) -> bool:
-    """Whether parameter and state have memory, as an update needs it; an error where it is ``needed`` and missing."""
+    """Return whether parameter and state have memory. Raise an error where it is ``needed`` and missing."""
     values = layout.local(param)
     shares = not values.is_contiguous() and any(n > 1 and s == 0 for n, s in zip(values.shape, values.stride(), strict=True))
     if values._is_zerotensor() or shares:
         raise ValueError(f"can't optimize '{name}': several of its elements share memory (it is expanded); pass its clone()")
-    held = [b.name for b in rule.buffers if state.get(b.name) is not None] if state else []
-    buffers = [(f"state '{name}' of ", layout.local(state[name])) for name in held]
+    present = [b.name for b in rule.buffers if state.get(b.name) is not None] if state else []
+    buffers = [(f"state '{name}' of ", layout.local(state[name])) for name in present]
     for what, tensor in [("", values), *buffers]:
         if layout.is_lost(tensor):
             if needed:
@@ -372,14 +372,14 @@ def _has_memory(rule: Declaration, param: Tensor, state: ParamState, name: str, 
 
 
 def _waves(written: Sequence[Sequence[Tensor]]) -> list[int]:
-    """When to update each parameter, such that parameters of one wave write into no common memory.
+    """Return the number of each parameter's wave, such that parameters of one wave write into no common memory.
 
     A parameter's wave is 0 where none of the tensors that are ``written`` for it shares memory with an earlier parameter's,
     else one more than the last wave of those parameters.
     """
     tensors = [(t, i) for i, tensors in enumerate(written) for t in tensors if t.numel() and layout.has_memory(t)]
     earlier = defaultdict[int, set[int]](set)
-    open_spans: list[tuple[int, int]] = []  # where each ends, and which of the tensors it is
+    open_spans: list[tuple[int, int]] = []  # the end of each, and the index of its tensor
     for start, end, k in sorted([(*layout.span(tensor), k) for k, (tensor, _) in enumerate(tensors)]):
         open_spans = [other for other in open_spans if other[0] > start]
         for _, other in open_spans:

@@ -24,12 +24,12 @@ class Schedules:
     """The schedules of one optimizer, by group and hyperparameter."""
 
     functions: dict[tuple[int, str], tuple[Hyper, Schedule]] = field(default_factory=dict)
-    scheduled: list[tuple[int, str]] = field(default_factory=list)  # what steps write
+    scheduled: list[tuple[int, str]] = field(default_factory=list)  # those that steps write
     _groups: Sequence[ParamGroup] = field(default=(), init=False)
     _counts: Sequence[Tensor] = field(default=(), init=False)
 
     def copy(self) -> Schedules:
-        """The same schedules, before they follow any group."""
+        """Return the same schedules, before they apply to any group."""
         return replace(self, functions=dict(self.functions))
 
     def set(self, index: int, group: ParamGroup, hyper: Hyper, function: Schedule | None) -> None:
@@ -66,7 +66,7 @@ class Schedules:
         self.functions[index, hyper.name] = hyper, function
 
     def follow(self, groups: Sequence[ParamGroup]) -> None:
-        """Write into the tensors of ``groups`` from now on; plans that are made of these later expect any number there."""
+        """Write into the tensors of ``groups`` from now on; plans made of these later accept any number there."""
         self._groups = groups
         for index, name in self.scheduled:
             if index < len(groups):
@@ -80,13 +80,13 @@ class Schedules:
         self._counts = [block[0] for plan in plans for block in plan.scalar_blocks]
 
     def evaluate(self) -> None:
-        """Write the values for the next step into the groups' tensors, whatever was assigned. The host waits for nothing."""
+        """Write the values for the next step into the groups' tensors, over assigned ones. The host does not wait."""
         self.write(self._counts, {(i, name): self._groups[i].driven(name) for i, name in self.scheduled})
 
     def write(self, counts: Sequence[Tensor], tensors: Mapping[tuple[int, str], Sequence[Tensor]]) -> None:
         """Write the values for the step after ``counts``, step counts on one or more devices, into ``tensors``.
 
-        These are the tensors of hyperparameters by group and name. Those without a schedule stay as they are.
+        These are the tensors of hyperparameters by group and name. Those without a schedule are not written.
         """
         if not (self.scheduled and counts):
             return
@@ -96,5 +96,5 @@ class Schedules:
             hyper, function = self.functions[where]
             values = hyper.elements(function(count), f"the schedule of {hyper.name}")
             for tensor, value in zip(tensors[where], values, strict=True):
-                live = tensor.detach().view(1)  # compiled code of torch 2.13 loses what is written to a single float64
+                live = tensor.detach().view(1)  # compiled code of torch 2.13 loses writes to a single float64
                 live.copy_(value.view(1)) if isinstance(value, Tensor) else live.fill_(value)

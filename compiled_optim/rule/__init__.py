@@ -1,4 +1,4 @@
-"""What the file of an optimizer needs to declare its fields and to write its rule."""
+"""The names with which the file of an optimizer declares fields and writes its rule."""
 
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
 from compiled_optim.rule.rule import ema, mean, total

@@ -1,4 +1,4 @@
-"""Makes an optimizer of a class body with fields and functions: its rule, and the signature of its constructor."""
+"""Builds an optimizer from a class body with fields and functions: its rule, and the signature of its constructor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Gra
 from compiled_optim.rule.transforms import PARAM, Accumulation, started
 
 _MEANINGS = {
-    "coefficients": "Return what an update needs, once for each tensor and step: numbers made of step and hyperparameters.",
+    "coefficients": "Return the numbers for an update, made of step and hyperparameters, once for each tensor and step.",
     "reduce": "Return means over a tensor, and totals over all parameters.",
     "adapt": "Return new values of the numbers that all parameters share, once for each step.",
     "update": "Return new values of an element of a parameter and of its state.",
@@ -30,7 +30,7 @@ _ARGUMENTS = {
     "amsgrad": "divide by the largest average of squares so far instead of the last one (arXiv:1904.09237).",
     "decoupled_weight_decay": "decay weights apart from the gradient.",
 }
-"""What ``help`` says about an argument whose field has no ``doc``."""
+"""The text of ``help`` about an argument whose field has no ``doc``."""
 _WEIGHT_DECAY: dict[Decays, str] = {
     "gradient": "this number times the parameter is added to the gradient.",
     "weights": "a step takes ``lr`` times this number times the parameter away from the parameter.",
@@ -44,24 +44,24 @@ class Declared:
     Type checkers read constructor fields only from classes *below* the one marked as a transform.
     """
 
-    _body: ClassVar[dict[str, Field]] = {}  # by name: what the body of the class declares
-    _declared: ClassVar[dict[str, Field]] = {}  # by name: what the bodies of the class and its bases declare
-    _all_fields: ClassVar[dict[str, Field]] = {}  # by name: what is declared, and what transforms add
-    _transforms: ClassVar[tuple[Transform, ...]] = ()  # what rules go through, in this order
+    _body: ClassVar[dict[str, Field]] = {}  # by name, those in the body of the class
+    _declared: ClassVar[dict[str, Field]] = {}  # by name, those in the bodies of the class and its bases
+    _all_fields: ClassVar[dict[str, Field]] = {}  # by name, those declared and those that transforms add
+    _transforms: ClassVar[tuple[Transform, ...]] = ()  # applied to the rule in this order
     _declaration: ClassVar[Declaration]
     _rule: ClassVar[Rule]  # the declaration, where it has an update
-    _view_rules: ClassVar[Mapping[str, Rule]] = {}  # by name, what makes one of the rule's views of the parameters
+    _view_rules: ClassVar[Mapping[str, Rule]] = {}  # by view, the rule whose step converts to it
 
-    _gradients: ClassVar[Gradients] = "dense"  # that the optimizer takes; a sparse one names the rows to update
+    _gradients: ClassVar[Gradients] = "dense"  # a sparse gradient names the rows to update
     _accumulation: ClassVar[Accumulation | None] = None  # how the state takes several gradients for one step, if it can
-    _decays: ClassVar[Decays] = None  # what weight decay is added to; by the gradient, there is a choice
+    _decays: ClassVar[Decays] = None  # the target of weight decay; for "gradient" there is decouple_wd
     _advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
-    _granularity: ClassVar[Granularity] = "element"  # what an update sees at a time; see :class:`Rule`
-    _group_flags: ClassVar[tuple[str, ...]] = ()  # that groups may hold: torch.optim's, which checkpoints have, and maximize
+    _granularity: ClassVar[Granularity] = "element"  # the unit of an update; see :class:`Rule`
+    _group_flags: ClassVar[tuple[str, ...]] = ()  # of groups: torch.optim's, which checkpoints have, and maximize
     _views: ClassVar[Mapping[str, Callable[..., Any]]] = {}  # other values of a parameter, see :class:`Rule`
-    _modes: ClassVar[Mapping[str, bool]] = {}  # further entries of groups, as they begin; checkpoints bring them back
-    _lr_ratio: ClassVar[Callable[..., float] | None] = None  # what an update multiplies ``lr`` by, of ``shape`` and choices
-    _implied_state: ClassVar[Mapping[str, float]] = {}  # that checkpoints of torch.optim's leave out
+    _modes: ClassVar[Mapping[str, bool]] = {}  # further group entries and their initial values; in checkpoints
+    _lr_ratio: ClassVar[Callable[..., float] | None] = None  # the factor of ``lr`` by ``shape`` and choices
+    _implied_state: ClassVar[Mapping[str, float]] = {}  # entries that torch.optim's checkpoints lack
 
     def __init_subclass__(
         cls,
@@ -73,20 +73,20 @@ class Declared:
         **kwargs: Any,
     ) -> None:
         super().__init_subclass__(**kwargs)
-        given = {"gradients": gradients, "advice": advice, "granularity": granularity, "decays": decays}
+        settings = {"gradients": gradients, "advice": advice, "granularity": granularity, "decays": decays}
         for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
             getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
-        own = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
+        body = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         others = {
             name: vars(cls)[name] for name in {"accumulation", "implied_state", "lr_ratio", "views"} & vars(cls).keys()
         }
-        for name in (*own, *others):
+        for name in (*body, *others):
             delattr(cls, name)
-        for name, value in (given | others).items():
+        for name, value in (settings | others).items():
             if value is not None:
                 setattr(cls, f"_{name}", value)
-        cls._transforms = tuple(dict.fromkeys((*cls._transforms, *(f for f in own.values() if isinstance(f, Transform)))))
-        cls._body = {n: dataclasses.replace(f, name=n) for n, f in own.items() if not isinstance(f, Transform)}
+        cls._transforms = tuple(dict.fromkeys((*cls._transforms, *(f for f in body.values() if isinstance(f, Transform)))))
+        cls._body = {n: dataclasses.replace(f, name=n) for n, f in body.items() if not isinstance(f, Transform)}
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
@@ -105,7 +105,7 @@ class Declared:
 
     @classmethod
     def _announce(cls, signature: inspect.Signature) -> None:
-        """Show ``signature`` to whoever inspects the class or its constructor, such as command-line tools."""
+        """Set ``signature`` on the class and its constructor, for tools that inspect them."""
         cls.__signature__ = signature  # type: ignore[attr-defined]
         if "__init__" in vars(cls):
             return
@@ -113,27 +113,27 @@ class Declared:
         def construct(self: Any, *args: Any, **kwargs: Any) -> None:
             super(cls, self).__init__(*args, **kwargs)
 
-        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-        construct.__signature__ = signature.replace(parameters=[itself, *signature.parameters.values()])  # type: ignore[attr-defined]
+        self_parameter = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+        construct.__signature__ = signature.replace(parameters=[self_parameter, *signature.parameters.values()])  # type: ignore[attr-defined]
         construct.__annotations__ = {n: p.annotation for n, p in signature.parameters.items()} | {"return": None}
         construct.__name__, construct.__qualname__ = "__init__", f"{cls.__qualname__}.__init__"
         cls.__init__ = construct  # type: ignore[method-assign]
 
     @classmethod
     def _explain(cls) -> None:
-        """Add a line for each of the constructor's own arguments to a docstring that has none."""
-        if (said := vars(cls).get("__doc__")) is None or "Args:" in said:
+        """Add a line for each argument that the class declares to a docstring without an ``Args`` section."""
+        if (docstring := vars(cls).get("__doc__")) is None or "Args:" in docstring:
             return
         sentences = {**_ARGUMENTS, "weight_decay": _WEIGHT_DECAY[cls._decays or "weights"]}
-        own = [field for field in cls._declared.values() if field.name in cls.__signature__.parameters]  # type: ignore[attr-defined]
-        lines = [f"    {f.name}: {doc}" for f in own if (doc := f.doc or sentences.get(f.name))]
-        others = "``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and what is raised."
+        declared = [field for field in cls._declared.values() if field.name in cls.__signature__.parameters]  # type: ignore[attr-defined]
+        lines = [f"    {f.name}: {doc}" for f in declared if (doc := f.doc or sentences.get(f.name))]
+        others = "``help(compiled_optim.CompiledOptimizer)`` explains the other arguments, and the errors."
         widened = "Arithmetic is in float32 for parameters of fewer bits, also of averages, unlike in torch.optim."
-        cls.__doc__ = "\n".join([inspect.cleandoc(said), "", "Args:", *lines, "", others, widened])
+        cls.__doc__ = "\n".join([inspect.cleandoc(docstring), "", "Args:", *lines, "", others, widened])
 
     @classmethod
     def _arguments(cls, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """What the constructor was called with, by name and with defaults; ``TypeError`` where it does not fit."""
+        """Return the constructor's arguments by name, with defaults. Raise ``TypeError`` where they do not fit."""
         signature = inspect.signature(cls)
         try:
             bound = signature.bind(*args, **kwargs)
@@ -152,7 +152,7 @@ class Declared:
     @classmethod
     def _warn_of_attribute(cls, name: str) -> None:
         """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads."""
-        # A constructor of its own, without a signature from here, may keep what it likes.
+        # A class that defines __init__ itself has no signature from here, and may set any attribute.
         arguments = tuple(inspect.signature(cls).parameters) if hasattr(cls.__init__, "__signature__") else ()
         in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Scale, Option)) or name in cls._group_flags
         advice = (wanted := fields.misspelled(name, arguments)) and f"did you mean {wanted}?"
@@ -164,10 +164,10 @@ class Declared:
     @classmethod
     def _made_rule(cls) -> Rule:
         def transformed(rule: Rule) -> Rule:
-            made = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
-            if made is not rule:
-                made.check()
-            return made
+            result = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
+            if result is not rule:
+                result.check()
+            return result
 
         rule = Rule(
             **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
@@ -178,7 +178,7 @@ class Declared:
             adapt=ByName(cls.adapt) if hasattr(cls, "adapt") else None,
             views={name: ByName(view) for name, view in cls._views.items()},
         )
-        rule.check()  # what its author wrote, before transforms hide whose mistake it is
+        rule.check()  # before transforms, so that errors point to the author's code
         cls._view_rules = {name: transformed(rule.viewed(name)) for name in rule.views}
         return transformed(rule)
 
@@ -188,26 +188,26 @@ class Declared:
 
     @classmethod
     def _state_names(cls) -> Iterable[str]:
-        """What a parameter's state may hold; to be overridden where that is more than the fields say."""
+        """Return the entries that a parameter's state may have; override to add to those of the fields."""
         return "step", *[f.name for f in (*cls._declaration.scalars, *cls._declaration.buffers)]
 
     @classmethod
     @functools.cache
     def _fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
-        """The fields of one kind, in declared order, of a class that is made."""
+        """Return the fields of one kind, in declared order, once the class is complete."""
         return tuple(f for f in cls._all_fields.values() if isinstance(f, kind))
 
     @classmethod
     @functools.cache
     def _containers(cls) -> tuple[frozenset[str], frozenset[str]]:
-        """The names of choices, and of tuples of numbers: what a group may be given as a container of any type."""
+        """Return the names of choices, and of tuples of numbers. Groups take containers of any type for these."""
         choices = (f for f in cls._fields_of(Choice) if not isinstance(f, Scale))
         return frozenset(f.name for f in choices), frozenset(h.name for h in cls._fields_of(Hyper) if h.is_tuple)
 
     @classmethod
     @functools.cache
     def _added_choices(cls) -> dict[str, Any]:
-        """The choices, and what goes with them, that torch.optim's optimizer of this name lacks, with their defaults.
+        """Return the options that torch.optim's optimizer of this name lacks, with their defaults.
 
         A group stores one only when it is not the default, so that groups keep torch.optim's keys.
         """
@@ -219,7 +219,7 @@ class Declared:
 
 
 def _check_references(declaration: Declaration) -> None:
-    """Raise ``TypeError`` where a field names another one that is not there, or is of no kind that there is."""
+    """Raise ``TypeError`` where a field refers to an undeclared field, or to an unknown kind."""
     statics, hypers = [s.name for s in declaration.statics], [h.name for h in declaration.hypers]
     choices = [*statics, *hypers, *(f.name for f in declaration.facts)]
     named: list[tuple[Field, str, Any, Collection[str]]] = [
@@ -237,13 +237,13 @@ def _check_references(declaration: Declaration) -> None:
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
-    """The message that an optimizer of this class has no hyperparameter ``name``."""
+    """Return the message that an optimizer of this class has no hyperparameter ``name``."""
     names = [h.name for h in cls._fields_of(Hyper) if not h.when]
     return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{fields.hint(name, names)}"
 
 
 def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
-    """The flags that torch.optim's optimizer of this name takes, or most take, and whether by position, after all else."""
+    """Return the flags of torch.optim's optimizer of this name (or of most), and whether each is positional, last."""
     if not (arguments := _torch_arguments(cls.__name__)):
         return dict.fromkeys(("foreach", "maximize", "capturable", "differentiable", "fused"), False)
     flags = {f.name for f in cls._fields_of(Flag)}
@@ -251,26 +251,26 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
 
 
 def rule_name(kind: type[Declared]) -> str:
-    """The name of the class whose ``update`` the optimizers ``kind`` run."""
+    """Return the name of the class whose ``update`` the optimizers ``kind`` run."""
     return next((base.__name__ for base in kind.__mro__ if "update" in vars(base)), kind.__name__)
 
 
 @functools.cache
 def _torch_arguments(name: str) -> Mapping[str, inspect.Parameter]:
-    """The arguments of torch.optim's optimizer of this name; empty where torch.optim lacks it."""
-    theirs = getattr(torch.optim, name, None)
-    return {} if theirs is None else inspect.signature(theirs).parameters
+    """Return the arguments of torch.optim's optimizer of this name; empty where torch.optim lacks it."""
+    torch_class = getattr(torch.optim, name, None)
+    return {} if torch_class is None else inspect.signature(torch_class).parameters
 
 
 def _constructor_signature(cls: type[Declared], positional_flags: Sequence[str]) -> inspect.Signature:
     every, empty = cls._all_fields, inspect.Parameter.empty
     try:
         hints = get_type_hints(cls)
-    except NameError:  # as they are written
-        hints = {name: said for base in reversed(cls.__mro__) for name, said in inspect.get_annotations(base).items()}
-    made = [f for f in every.values() if isinstance(f, (Hyper, Flag, Scale, Option)) or (isinstance(f, Static) and f.init)]
-    keyword = [f for f in made if isinstance(f, (Flag, Scale, Option)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
-    positional: list[Any] = [f for f in made if f not in keyword] + [every[name] for name in positional_flags]
+    except NameError:  # take the annotations unevaluated
+        hints = {name: hint for base in reversed(cls.__mro__) for name, hint in inspect.get_annotations(base).items()}
+    taken = [f for f in every.values() if isinstance(f, (Hyper, Flag, Scale, Option)) or (isinstance(f, Static) and f.init)]
+    keyword = [f for f in taken if isinstance(f, (Flag, Scale, Option)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
+    positional: list[Any] = [f for f in taken if f not in keyword] + [every[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}
     parameters = [inspect.Parameter("params", either, annotation=hints.get("params", empty))]

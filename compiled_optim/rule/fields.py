@@ -1,6 +1,6 @@
-"""What an optimizer declares: hyperparameters, static choices, flags, state buffers and per-tensor scalars.
+"""The fields that an optimizer declares: hyperparameters, static choices, flags, state buffers, per-tensor scalars.
 
-And which declared name is meant where somebody wrote another one.
+Also the search for the declared name that a user misspelled.
 """
 
 from __future__ import annotations
@@ -26,44 +26,44 @@ _OTHER_WORDS |= dict.fromkeys(("clip_grad_norm", "max_norm"), "max_grad_norm")
 
 
 def meant(word: str, known: Collection[str]) -> str | None:
-    """The name in ``known`` that ``word`` resembles or is another word for; None if none is, or ``word`` is known."""
+    """Return the name in ``known`` that ``word`` resembles or is a synonym of; None if none, or if ``word`` is known."""
     if word in known:
         return None
     names = {name: name for name in known} | {other: name for other, name in _OTHER_WORDS.items() if name in known}
-    found = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.81)
-    return names[found[0]] if found else None
+    matches = difflib.get_close_matches(word.lower(), names, n=1, cutoff=0.81)
+    return names[matches[0]] if matches else None
 
 
 @functools.lru_cache
 def misspelled(word: str, known: tuple[str, ...]) -> str | None:
-    """As :func:`meant`, but None where ``word`` adds something to a known name, as ``lr_scale`` and ``min_lr`` do."""
+    """Return :func:`meant`, but None where ``word`` extends a known name, as ``lr_scale`` and ``min_lr`` do."""
     lower = word.lower()
     adds = lower not in _OTHER_WORDS and any(name in lower and name != lower and len(name) > 1 for name in known)
     return None if adds else meant(word, known)
 
 
 def hint(word: str, known: Collection[str]) -> str:
-    """``"; did you mean lr?"``, or nothing."""
-    return f"; did you mean {found}?" if (found := meant(word, known)) else ""
+    """Return ``"; did you mean lr?"``, or an empty string."""
+    return f"; did you mean {name}?" if (name := meant(word, known)) else ""
 
 
 def mistyped(names: Iterable[str], known: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """Each of ``names`` that is a ``known`` one but for the spelling of one word or the signs between words, and that one.
+    """Yield each of ``names`` that differs from a ``known`` one in one word's spelling or in separators, and that one.
 
     Other numbers, and words of another first letter such as ``encoder`` and ``decoder``, make another name.
     """
-    others: dict[Any, list[tuple[str, str]]] = {}
-    for wanted, (other, rest) in ((name, each) for name in known for each in _words(name)):
-        others.setdefault(rest, []).append((other, wanted))
-    for name, (word, rest) in ((each, part) for each in names for part in _words(each)):
-        for other, wanted in others.get(rest, ()):
+    by_remainder: dict[Any, list[tuple[str, str]]] = {}
+    for wanted, (other, remainder) in ((name, each) for name in known for each in _words(name)):
+        by_remainder.setdefault(remainder, []).append((other, wanted))
+    for name, (word, remainder) in ((each, part) for each in names for part in _words(each)):
+        for other, wanted in by_remainder.get(remainder, ()):
             is_close = word.isalpha() and word[0] == other[0] and difflib.get_close_matches(word, [other], 1, 0.81)
             if word == other or is_close:
                 yield name, wanted
 
 
 def _words(name: str) -> list[tuple[str, Any]]:
-    """Each word and number in ``name``, with those before it and after it."""
+    """Return each word and number in ``name``, with those before it and after it."""
     words = tuple(re.findall(r"[^\W\d_]+|\d+", name.lower()))
     return [(word, (words[:i], words[i + 1 :])) for i, word in enumerate(words)]
 
@@ -78,7 +78,7 @@ BUILT_IN = frozenset({bool, int, float, str, type(None)})
 
 
 def built_in(value: Any) -> Any:
-    """``value`` in Python's own types: any array, sequence or mapping as list, tuple or dict; NumPy's numbers."""
+    """Convert ``value`` to Python's own types: any array, sequence or mapping to list, tuple or dict; NumPy's numbers."""
     if type(value) in (tuple, list) and BUILT_IN.issuperset(map(type, value)):
         return value
     # A tensor of one element is a number that users may write to, and one that is an element must be such.
@@ -95,20 +95,20 @@ Number: TypeAlias = float | Tensor  # a hyperparameter as a user may give it: a 
 PerParameter: TypeAlias = Mapping[str, float] | Callable[[Any, Tensor], float]
 """A number for each parameter: by name, or a function of the name, None without names, and the parameter."""
 
-IGNORED = ("foreach", "capturable", "fused")  # entries of a group that other code writes, whatever their values
+IGNORED = ("foreach", "capturable", "fused")  # entries of a group that other code writes, and no step reads
 
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
 
 
-def _placed(name: str, where: str) -> str:
-    """``name`` in a message: as an entry of ``where``, or where that is empty, as an argument of the constructor."""
+def _described(name: str, where: str) -> str:
+    """Return ``name`` as messages call it: as an entry of ``where`` or, if that is empty, as a constructor argument."""
     return f"{name} of {where}" if where else f"the argument {name}"
 
 
 @dataclass(frozen=True)
 class Field:
-    """One declared name, which is filled in when the class body is read; ``doc`` is what ``help`` says of the argument."""
+    """One declared name, which is set when the class body is read; ``doc`` is the text of ``help`` about the argument."""
 
     name: str = dataclasses.field(default="", kw_only=True)
     doc: str = dataclasses.field(default="", kw_only=True)
@@ -121,8 +121,8 @@ class Hyper(Field):
     ``ge``, ``gt``, ``le`` and ``lt`` bound every element, by default to finite numbers. An element whose default is None may
     be None, which is NaN in the tensor. A hyperparameter without a default is a required argument.
 
-    ``fixed`` names values that are no such numbers: it makes a hashable choice of one, which is compiled in, and None of
-    all others. ``update`` finds the choice, or None, under the hyperparameter's name. The tensors are then not read.
+    ``fixed`` turns a value that is no number into a hashable choice, which is compiled in, and returns None for all
+    others. ``update`` finds the choice, or None, under the hyperparameter's name. The tensors are then not read.
     """
 
     default: Any
@@ -130,8 +130,8 @@ class Hyper(Field):
     gt: float | None = -math.inf
     le: float | None = None
     lt: float | None = math.inf
-    when: str | None = None  # the choice with which rules read it; groups have it there, and where it was given
-    like: str | None = None  # another one, whose value when a group is made is the default
+    when: str | None = None  # the choice with which rules read it; groups have it then, or if the user passed it
+    like: str | None = None  # another hyperparameter, whose initial value in a group is the default
     fixed: Callable[[Any], Any] | None = None
 
     @functools.cached_property
@@ -152,11 +152,11 @@ class Hyper(Field):
         return " and ".join(f"{sign} {bound:g}" for sign, bound in (least, most) if bound is not None)
 
     def element(self, index: int) -> str:
-        """The name of one element, ``lr`` or ``betas[1]``."""
+        """Return the name of one element, ``lr`` or ``betas[1]``."""
         return f"{self.name}[{index}]" if self.is_tuple else self.name
 
     def optional(self, index: int) -> bool:
-        """Whether an element may be None."""
+        """Return whether an element may be None."""
         return self.is_tuple and self.default[index] is None
 
     @functools.cached_property
@@ -167,11 +167,11 @@ class Hyper(Field):
         return above if self.ge is None else self.ge, below if self.le is None else self.le
 
     def choice(self, value: Any) -> Any:
-        """The choice that ``value`` is, and that is compiled in; None where ``value`` is numbers."""
+        """Return the compiled-in choice that ``value`` is; None where ``value`` is numbers."""
         return None if self.fixed is None else self.fixed(value)
 
     def plain(self, numbers: Sequence[float | Tensor]) -> Any:
-        """``numbers`` as a user writes them: one of them or a tuple, with None for NaN where that is allowed."""
+        """Convert ``numbers`` to a user's value: a number or a tuple, with None for NaN where that is allowed."""
         if not self.is_tuple:
             return numbers[0]
         is_none = [isinstance(n, float) and math.isnan(n) and self.optional(i) for i, n in enumerate(numbers)]
@@ -187,23 +187,23 @@ class Hyper(Field):
         least, most = self.span
         if not least - slack * (self.ge is not None) <= value <= most + slack * (self.le is not None):
             label = _LABELS.get(self.name, f"{self.name} value").format(index=index)
-            raise ValueError(f"Invalid {label}: {value} ({_placed(self.element(index), where)} must be {self.allowed})")
+            raise ValueError(f"Invalid {label}: {value} ({_described(self.element(index), where)} must be {self.allowed})")
 
     def elements(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
-        """``value`` as a tuple of ``length`` numbers or 1-element tensors; ``TypeError`` or ``ValueError`` if it is none.
+        """Convert ``value`` to a tuple of ``length`` numbers or 1-element tensors.
 
-        Numbers are Python's: integers stay such, all others become floats.
+        Numbers are Python's: integers stay such, others become floats. Raise ``TypeError`` or ``ValueError`` otherwise.
         """
         if not self.is_tuple:
             return (self._number(value, 0, where),)
         if not isinstance(value := built_in(value), (tuple, list)):
-            raise TypeError(f"{_placed(self.name, where)} must be a tuple of {self.length} numbers, got {value!r}")
+            raise TypeError(f"{_described(self.name, where)} must be a tuple of {self.length} numbers, got {value!r}")
         if len(value) != self.length:
-            raise ValueError(f"{_placed(self.name, where)} must have {self.length} elements, got {value!r}")
+            raise ValueError(f"{_described(self.name, where)} must have {self.length} elements, got {value!r}")
         return tuple([self._number(element, index, where) for index, element in enumerate(value)])
 
     def checked(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
-        """:meth:`elements` that pass :meth:`check`. A tensor on an accelerator is not read, since that would wait for it."""
+        """Return :meth:`elements` after :meth:`check`. A tensor on an accelerator is not read, since that would wait."""
         elements = self.elements(value, where)
         for index, element in enumerate(elements):
             if not isinstance(element, Tensor) or element.device.type == "cpu":
@@ -223,15 +223,15 @@ class Hyper(Field):
                 number = float(value)
                 return int(value) if isinstance(value, numbers.Integral) and number == value else number
         name = self.element(index)
-        placed = _placed(name, where)
+        label = _described(name, where)
         if not isinstance(value, Tensor):
             wanted = "a single number" if is_number else "a number or a 1-element tensor"
-            raise (ValueError if is_number else TypeError)(f"{placed} must be {wanted}, got {value!r}")
+            raise (ValueError if is_number else TypeError)(f"{label} must be {wanted}, got {value!r}")
         if value.is_meta:
-            raise ValueError(f"{placed} must have a value, got a tensor on the meta device")
+            raise ValueError(f"{label} must have a value, got a tensor on the meta device")
         if value.numel() != 1:
-            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)} for {placed}")
-        raise TypeError(f"{placed} must be real, got a {value.dtype} tensor")
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)} for {label}")
+        raise TypeError(f"{label} must be real, got a {value.dtype} tensor")
 
 
 @dataclass(frozen=True)
@@ -242,12 +242,12 @@ class Choice(Field):
     optional: bool = dataclasses.field(default=False, kw_only=True)
 
     def check(self, value: Any, where: str = "") -> None:
-        """Raise ``TypeError`` if ``value`` must be a bool and is none; ``where`` is as in :meth:`Hyper.check`."""
+        """Raise ``TypeError`` unless ``value`` is a bool where one is needed; ``where`` is as in :meth:`Hyper.check`."""
         if isinstance(value, bool) or not (self.optional or isinstance(self.default, bool)):
             return
         if not self.optional or value is not None:
             kinds = "a bool or None" if self.optional else "a bool"
-            raise TypeError(f"{_placed(self.name, where)} must be {kinds}, got {value!r}")
+            raise TypeError(f"{_described(self.name, where)} must be {kinds}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ class Static(Choice):
 class Scale(Choice):
     """A :data:`PerParameter` option: a number for each parameter, 1 by default, which ``coefficients`` may read.
 
-    One number in a group is the user's own, as in torch.optim, and no step reads it: timm's schedulers multiply by it.
+    A plain number in a group is for the user's code, as in torch.optim; no step reads it. timm's schedulers multiply by it.
     """
 
     def check(self, value: Any, where: str = "") -> None:
@@ -273,17 +273,17 @@ class Scale(Choice):
         is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
         if not (value is None or self.is_read(value) or (is_number and where)):
             wanted = "a dict name -> number or a function (name, parameter) -> number"
-            raise TypeError(f"{_placed(self.name, where)} must be {wanted}, got {value!r}")
+            raise TypeError(f"{_described(self.name, where)} must be {wanted}, got {value!r}")
 
     @staticmethod
     def is_read(value: Any) -> bool:
-        """Whether steps read ``value``: a dict or a function."""
+        """Return whether steps read ``value``: a dict or a function."""
         return isinstance(value, Mapping) or callable(value)
 
     def number(self, value: Any, name: str | None, param: Tensor, where: str) -> float:
-        """The number that ``value`` gives ``param``, which is called ``name``, and ``where`` in messages.
+        """Return the number that ``value`` assigns to ``param``, named ``name``, and ``where`` in messages.
 
-        An error where it is no finite number >= 0, or where ``name`` is None and ``value`` needs it.
+        Raise an error where it is no finite number >= 0, or where ``name`` is None and ``value`` needs it.
         """
         if not self.is_read(value):
             return 1.0
@@ -295,21 +295,21 @@ class Scale(Choice):
             raise type(error)(f"{self.name} of {where}, a parameter without a name, raises: {error}") from error
         if name is None and isinstance(value, Mapping):
             raise ValueError(f"{self.name} has numbers by name, and {where} has no name")
-        found = Hyper(1.0, ge=0, name=self.name)
-        element = float(found.elements(number, where)[0])
-        found.check(element, 0, where)
+        scale = Hyper(1.0, ge=0, name=self.name)
+        element = float(scale.elements(number, where)[0])
+        scale.check(element, 0, where)
         return element
 
 
 @dataclass(frozen=True)
 class Option(Choice):
-    """A group's option that decides, parameter by parameter, which code updates it and which state it has.
+    """An option of a group that decides, for each parameter, which code updates it and which state it has.
 
     ``valid`` raises an error where the choice does not fit; without it the choice is a bool. ``of`` does so for one
-    parameter: it gets the group's entries, whether one of some patterns matches the parameter's name, the parameter, and
-    what to call it in messages. It returns a hashable value, or None where the choice says nothing about this parameter.
-    ``suits`` says whether a choice other than the default is of use for a parameter whose name no pattern excludes. The
-    choice itself may be ``patterns``, or a dict by patterns.
+    parameter: it gets the group's entries, a function that tells whether one of some patterns matches the parameter's name,
+    the parameter, and its name in messages. It returns a hashable value, or None where the choice does not apply to the
+    parameter. ``suits`` tells whether a choice other than the default is of use for a parameter that no pattern excludes.
+    The choice itself may be ``patterns``, or a dict by patterns.
     """
 
     valid: Callable[[Any, str], None] | None = None
@@ -322,18 +322,18 @@ class Option(Choice):
         if self.valid is None:
             super().check(value, where)
         elif value is not self.default:
-            self.valid(value, _placed(self.name, where))
+            self.valid(value, _described(self.name, where))
 
 
 def check_patterns(value: Any, what: str) -> None:
-    """Raise ``TypeError`` unless ``value``, called ``what``, is a sequence of patterns."""
+    """Raise ``TypeError`` unless ``value``, named ``what`` in messages, is a sequence of patterns."""
     if isinstance(value, str) or not isinstance(value, Sequence) or not all(isinstance(v, str) and v for v in value):
         raise TypeError(f"{what} must be a sequence of patterns of names, such as ('*.bias', 'lm_head.*'), got {value!r}")
 
 
 @dataclass(frozen=True)
 class Fact(Field):
-    """A yes or no that shapes the code and follows from a parameter's shape, such as whether it is a matrix."""
+    """A boolean that shapes the code and follows from a parameter's shape, such as whether it is a matrix."""
 
     of: Callable[[torch.Size], bool]
 
@@ -344,7 +344,7 @@ class Flag(Choice):
 
 @dataclass(frozen=True)
 class Transform(Field):
-    """A function from rule to rule, which adds an argument of this name to those that it does not return as they are.
+    """A function from rule to rule, which adds an argument of this name unless it returns the rule unchanged.
 
     ``check`` raises ``ValueError`` where a group's choices do not fit each other.
     """
@@ -361,11 +361,11 @@ class Buffer(Field):
     or a hyperparameter: the buffer exists only where that is true, or not 0; or it is a function of the choices. It does not
     exist where the function ``unless`` is true: other buffers store it then. ``init`` is the number that fills a new buffer,
     or the name of a hyperparameter whose value does; both parts of a complex number get it. With ``"param"`` the buffer
-    begins as the parameter is when the first step finds it; the rule that is made of it has ``is_copy`` there instead.
+    begins as a copy of the parameter at the first step; the buffer of the finished rule has ``is_copy`` instead.
 
-    ``int8`` says that 8 bits can hold the buffer: of ``"signed"`` numbers or of ``"unsigned"`` ones, which are divided by or
-    whose roots are. Such a buffer starts at 0, and steps replace or average it: 8 bits would lose what is added to a sum.
-    ``dtype`` makes another dtype of the choices, or None for the parameter's. A ``grouped`` buffer has a number for each
+    ``int8`` allows 8-bit codes: of ``"signed"`` numbers, or of ``"unsigned"`` ones, which (or whose roots) are divisors.
+    Such a buffer starts at 0, and steps replace or average it: 8 bits would lose small additions to a sum.
+    ``dtype`` returns another dtype for the choices, or None for the parameter's. A ``grouped`` buffer has a number for each
     group of elements, see :func:`~compiled_optim.rule.formats.group_max`.
     """
 
@@ -379,16 +379,16 @@ class Buffer(Field):
     is_copy: bool = False
 
     def is_present(self, choices: Mapping[str, Any]) -> bool:
-        """Whether the buffer exists under these choices."""
+        """Return whether the buffer exists under these choices."""
         is_wanted = self.when is None or bool(self.when(choices) if callable(self.when) else choices[self.when])
         return is_wanted and not (self.unless is not None and self.unless(choices))
 
 
 @dataclass(frozen=True)
 class Scalar(Field):
-    """One float64 number of state per parameter, which ``coefficients`` changes in each step; ``init`` as for a buffer.
+    """A float64 number of state per parameter, which ``coefficients`` updates in each step; ``init`` as for a buffer.
 
-    One that is ``shared`` is the same for all parameters of an optimizer, and ``adapt`` changes it.
+    If ``shared`` it is the same for all parameters of an optimizer, and ``adapt`` updates it.
     """
 
     init: float | str = 0.0
@@ -415,5 +415,5 @@ def transform(*, by: Callable[[Any], Any], default: Any, kw_only: Literal[True],
     return Transform(by, **about)
 
 
-# No constructor takes these three, so type checkers need not take them for values of another type.
+# No constructor takes these three, so they need no function that type checkers take for values of another type.
 buffer, scalar, fact = Buffer, Scalar, Fact

@@ -3,8 +3,8 @@
 The *remainder* of a 16-bit parameter holds the bits of its 32-bit value that the parameter lacks. Arithmetic is on integers,
 so that compilers remove no rounding, and all lowerings store the same bits. NaN stays NaN, and infinity stays infinite.
 
-The first functions are words, as those of :mod:`~compiled_optim.rule.vocabulary`, that no optimizer needs. Integers have 32
-bits, and ``+ - * & | ^ << >>`` work on them.
+The first functions are words, as those of :mod:`~compiled_optim.rule.vocabulary`, but for this package only. Integers have
+32 bits, and ``+ - * & | ^ << >>`` work on them.
 """
 
 from __future__ import annotations
@@ -18,77 +18,77 @@ from compiled_optim.rule.symbols import word
 from compiled_optim.rule.vocabulary import absolute, floor, maximum, minimum, sqrt, where
 
 GROUP = 64
-"""How many elements, one after the other in memory, share a scale."""
+"""The number of elements, adjacent in memory, that share a scale."""
 
 
 @word
 def bits(x: Tensor) -> Tensor:
-    """The bits of a number in float32 as a 32-bit integer, on which ``+ - * & | ^ << >>`` work; ``>>`` keeps the sign."""
+    """Return the bits of a float32 as a 32-bit integer, on which ``+ - * & | ^ << >>`` work; ``>>`` keeps the sign."""
     return x.to(torch.float32).view(torch.int32)  # of a float64 parameter, whose state has fewer bits
 
 
 @word
 def from_bits(x: Tensor) -> Tensor:
-    """The float32 of these :func:`bits`."""
+    """Return the float32 of these :func:`bits`."""
     return x.view(torch.float32)
 
 
 @word
 def from_upper(x: Tensor) -> Tensor:
-    """The float32 with the upper 16 of these :func:`bits`, whose others are 0: a number that bfloat16 has."""
+    """Return the float32 of the upper 16 of these :func:`bits`; the others become 0. bfloat16 can represent it."""
     return (x & -65536).view(torch.float32)
 
 
 @word
 def integer(x: Tensor) -> Tensor:
-    """A whole number as a 32-bit integer."""
+    """Convert a whole number to a 32-bit integer."""
     return x.to(torch.int32)
 
 
 @word
 def number(x: Tensor) -> Tensor:
-    """A 32-bit integer as a float32."""
+    """Convert a 32-bit integer to a float32."""
     return x.to(torch.float32)
 
 
 @word
 def group_max(x: Tensor) -> Tensor:
-    """The largest of the integers of each :data:`GROUP` elements, at least 0: one number for each of these groups."""
+    """Return the largest integer of each :data:`GROUP` elements, at least 0: one number for each of these groups."""
     return x.view(*x.shape[:-1], -1, GROUP).amax(-1)
 
 
 @word
 def broadcast(x: Tensor) -> Tensor:
-    """A number of each group, for each of its elements."""
+    """Repeat the number of each group for each of its elements."""
     return x.unsqueeze(-1).expand(*x.shape, GROUP).flatten(-2)
 
 
 _SIGN, _MAGNITUDE = -(1 << 31), (1 << 31) - 1
 _NOT_A_NUMBER = 0x7FC00000
-_LOWER = {"bfloat16": 16, "float16": 13}  # how many bits of a float32 follow those that the dtype has
-_SHRINK = {"bfloat16": 1.0, "float16": 2.0**-112}  # what gives a float32 the exponents of the dtype
-_HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # half a unit in the last place of 1
-_LEAST_HALF = 2.0**-25  # and of float16's smallest numbers, which weights come near
+_LOWER = {"bfloat16": 16, "float16": 13}  # the number of lower bits of a float32 that the dtype lacks
+_SHRINK = {"bfloat16": 1.0, "float16": 2.0**-112}  # the factor that gives a float32 the exponents of the dtype
+_HALF = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # half an ulp of 1
+_LEAST_HALF = 2.0**-25  # and of float16's smallest numbers, which weights can reach
 _LARGEST = {"bfloat16": 0x7F80, "float16": 0x7C00}  # the bits of infinity in the dtype
 
 
 def _magnitude(x: Any, dtype: str) -> Any:
-    """The bits of ``|x|`` with the exponents of ``dtype``: its own bits, and behind them those that it lacks."""
+    """Return the bits of ``|x|`` with the exponents of ``dtype``: first those of ``dtype``, then those that it lacks."""
     if dtype == "bfloat16":
         return bits(x) & _MAGNITUDE
     return bits(absolute(x) * _SHRINK[dtype])
 
 
 def _value(upper: Any, like: Any, dtype: str) -> Any:
-    """The float32 of these bits of a magnitude in float16, with the sign of ``like``."""
+    """Return the float32 of these bits of a magnitude in float16, with the sign of ``like``."""
     size = from_bits(upper << _LOWER[dtype]) * (1 / _SHRINK[dtype])
     return from_bits(bits(where(size >= 65536.0, size * 2.0**127, size)) | (bits(like) & _SIGN))  # infinity's is 65536 there
 
 
 def _raised(x: Any, lower: int, noise: Any = None) -> Any:
-    """``x`` with what rounds it when its ``lower`` bits are cut off: to nearest, ties to even, or by 24 bits of ``noise``.
+    """Add to ``x`` so that cutting off its ``lower`` bits rounds: to nearest, ties to even, or by 24 bits of ``noise``.
 
-    With noise it is rounded up the more often the larger those bits are.
+    With noise, the probability to round up grows with those bits.
     """
     if not lower:
         return x
@@ -96,23 +96,23 @@ def _raised(x: Any, lower: int, noise: Any = None) -> Any:
 
 
 def _in_place(x: Any, lower: int, noise: Any = None) -> Any:
-    """The bits of ``x``, sign and all, :func:`_raised`; NaN has its own, since a carry could leave its exponent."""
+    """Return the bits of ``x`` with its sign, :func:`_raised`. NaN gets fixed bits: a carry could change its exponent."""
     return where(x == x, _raised(bits(x), lower, noise), _NOT_A_NUMBER)
 
 
 @word
 def to_bfloat16(x: Any) -> Any:
-    """``x`` rounded to bfloat16, ties to even, as a float32. A processor's own instruction gives NaN other bits."""
+    """Round ``x`` to bfloat16, ties to even, as a float32. A processor's own instruction gives NaN other bits."""
     return from_upper(_in_place(x, _LOWER["bfloat16"]))
 
 
 def nearest(x: Any, dtype: str) -> Any:
-    """``x`` rounded to ``dtype``, ties to even, as a float32."""
+    """Round ``x`` to ``dtype``, ties to even, as a float32."""
     return to_bfloat16(x) if dtype == "bfloat16" else randomly_rounded(x, None, dtype)
 
 
 def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
-    """``x`` rounded to one of its two neighbours in ``dtype``, to each the more often the nearer it is, as a float32.
+    """Round ``x`` to one of its two neighbours in ``dtype``, more often to the nearer one, as a float32.
 
     ``noise`` is an integer of 24 random bits.
     """
@@ -122,18 +122,18 @@ def randomly_rounded(x: Any, noise: Any, dtype: str) -> Any:
 
 
 def _limited(upper: Any, x: Any, dtype: str) -> Any:
-    """The float32 of these bits of a magnitude in float16, with the sign of ``x``; NaN where ``x`` is."""
+    """Return the float32 of these bits of a magnitude in float16, with the sign of ``x``; NaN where ``x`` is."""
     return where(x == x, _value(minimum(upper, _LARGEST[dtype]), x, dtype), x)
 
 
 def _lost_and_held(dtype: str, remainder_bits: int) -> tuple[int, int]:
-    """How many bits of a magnitude a remainder cannot hold, and how many it holds."""
+    """Return how many bits of a magnitude a remainder cannot hold, and how many it holds."""
     held = min(remainder_bits, _LOWER[dtype])
     return _LOWER[dtype] - held, held
 
 
 def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[Any, Any]:
-    """The number of ``dtype`` nearest to ``x``, as a float32, and a remainder, an integer of ``remainder_bits`` bits.
+    """Split ``x`` into the nearest number of ``dtype``, as a float32, and an integer remainder of ``remainder_bits`` bits.
 
     The unit of the remainder is the last bit that both hold together. With 16 bits they hold the whole float32, except
     beyond float16's exponents. With fewer, ``x`` is first rounded: at random with ``noise``, an integer of 24 random bits,
@@ -150,7 +150,7 @@ def split(x: Any, dtype: str, remainder_bits: int, noise: Any = None) -> tuple[A
 
 
 def joined(param: Any, remainder: Any, dtype: str, remainder_bits: int) -> Any:
-    """The float32 that :func:`split` took apart; within half a unit of a parameter that was written meanwhile."""
+    """Return the float32 that :func:`split` split; within half a unit of a parameter that was written since."""
     lost, _ = _lost_and_held(dtype, remainder_bits)
     magnitude, change = _magnitude(param, dtype), integer(remainder) << lost
     if dtype == "bfloat16":
@@ -162,9 +162,9 @@ def joined(param: Any, remainder: Any, dtype: str, remainder_bits: int) -> Any:
 
 
 def compensated(param: Any, compensation: Any, dtype: str) -> Any:
-    """``param`` and what rounding took from it; ``param`` alone where that is more than rounding takes.
+    """Return ``param`` plus its rounding error; ``param`` alone where that is more than rounding can cause.
 
-    That is so where somebody wrote a smaller number into the parameter meanwhile, such as 0.
+    That happens where other code wrote a smaller number into the parameter since, such as 0.
     """
     most = absolute(param) * _HALF[dtype]
     most = maximum(most, _LEAST_HALF) if dtype == "float16" else most
@@ -172,7 +172,7 @@ def compensated(param: Any, compensation: Any, dtype: str) -> Any:
 
 
 def remainder_beside(value: Any, param: Any, dtype: str, remainder_bits: int) -> Any:
-    """The remainder with which ``param``, a number of ``dtype`` that is there already, comes nearest to ``value``.
+    """Return the remainder that brings ``param``, an unchanged number of ``dtype``, nearest to ``value``.
 
     It equals :func:`split`'s remainder if ``split`` rounds ``value`` to the same ``param``.
     """
@@ -185,9 +185,9 @@ def remainder_beside(value: Any, param: Any, dtype: str, remainder_bits: int) ->
 
 
 def copy_beside(value: Any, param: Any, dtype: str) -> Any:
-    """A float32 that rounds to ``param``: ``value`` if it does, else the one nearest to it.
+    """Return a float32 that rounds to ``param``: ``value`` if it does, else the nearest one.
 
-    That is a neighbour of ``value`` if ``value`` lies halfway between ``param`` and another number of ``dtype``.
+    The nearest is a neighbour of ``value`` if ``value`` is halfway between ``param`` and another number of ``dtype``.
     """
     most = (1 << (_LOWER[dtype] - 1)) - 1  # of the last bit of a float32, less than half a unit of ``dtype``
     remainder = minimum(maximum(remainder_beside(value, param, dtype, 16), -most), most)
@@ -195,10 +195,10 @@ def copy_beside(value: Any, param: Any, dtype: str) -> Any:
 
 
 def noise_of(key: Any, index: Any) -> Any:
-    """24 bits of a counter, 16 random ones and 8 zeros: of ``key``, a whole number below 2**24, and ``index``, an integer.
+    """Return a counter's 24 bits, 16 random and 8 zeros: of ``key``, an integer below 2**24, and an ``index``.
 
-    Two neighbours have the halves of one number. The key comes after a first round of mixing: before it, other keys would
-    give the same numbers in another order.
+    Each two neighbours share one random number, half each. The key comes after a first round of mixing: before it, other
+    keys would give the same numbers in another order.
     """
     x = index >> 1
     for after, (shift, factor) in enumerate(((16, 0x7FEB352D), (15, 0x46CA68B5), (16, 0x5BD1E995))):
@@ -212,28 +212,28 @@ _SMALLEST = 0x0D800000  # the bits of 2**-100, the least scale: its inverse is f
 
 
 def scale_of(value: Any) -> Any:
-    """The largest magnitude of each group, at least 2**-100; 0 where all are 0.
+    """Return the largest magnitude of each group, at least 2**-100; 0 where all are 0.
 
-    It has all bits of a float32: rounded up to fewer, the scale of a slow average would rise and never fall. It is not a
-    number, or infinite, where one of the group is.
+    It has all bits of a float32: rounded up to fewer, the scale of a slow average would rise and never fall. It is NaN or
+    infinite where an element of the group is.
     """
     peak = minimum(group_max(bits(value) & _MAGNITUDE), _NOT_A_NUMBER)
     return from_bits(where(peak == 0, 0, maximum(peak, _SMALLEST)))
 
 
-_MOST = 1 - 2.0**-12  # a threshold by which the largest of a group, however its part of 1 is rounded, has the largest code
-_LEVELS = 255.0  # the largest code of what is unsigned
+_MOST = 1 - 2.0**-12  # limits a threshold so that the largest of a group has the largest code despite rounding
+_LEVELS = 255.0  # the largest unsigned code
 _OFFSET, _OFFSET_BITS = 0.06875, 0x3D8CCCCD
-_STEP = 18  # the codes of what is signed are as far apart as 2**18 float32s; 127 of them lead from the offset to 1 more
+_STEP = 18  # signed codes are 2**18 float32s apart; 127 of them go from the offset to 1 more
 
 
 def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
-    """The code of ``value``, an integer. It codes what part ``value`` is of its group's ``scale``, the largest magnitude.
+    """Return the integer code of ``value``: of its part of its group's ``scale``, the largest magnitude.
 
-    An ``"unsigned"`` code is the square root of the part. It is rounded up from ``1 - threshold`` on: to nearest, or with a
-    :func:`threshold_of` each step, right on average. A positive number gets at least 1: something is divided by its square
-    root. A ``"signed"`` code is linear up to a sixteenth of the scale, and logarithmic from there on: the bits of the number
-    and an offset, rounded likewise.
+    An ``"unsigned"`` code is the square root of the part. Fractions from ``1 - threshold`` on round up: to nearest, or with
+    a :func:`threshold_of` each step, right on average. A positive number gets at least 1: its square root is a divisor. A
+    ``"signed"`` code is linear up to a sixteenth of the scale, and logarithmic above: the bits of the number plus an offset,
+    rounded likewise.
     """
     threshold = threshold if isinstance(threshold, float) else threshold * _MOST
     if kind == "unsigned":
@@ -247,17 +247,17 @@ def encoded(value: Any, scale: Any, kind: str, threshold: Any = 0.5) -> Any:
 
 
 def parts_in(share: Any, count: int) -> Any:
-    """How many of ``2**count`` parts a number in [0, 1) is, an integer below that."""
+    """Return how many of ``2**count`` parts a number in [0, 1) is, an integer below that."""
     return int(share * 2**count) if isinstance(share, float) else integer(share * (2.0**count - 1))
 
 
 def _inverse(scale: Any, levels: float, *, of_root: bool = False) -> Any:
-    divisor = maximum(scale, 2.0**-100)  # which 0 is not
+    divisor = maximum(scale, 2.0**-100)  # avoids a division by 0
     return levels / (sqrt(divisor) if of_root else divisor)
 
 
 def decoded(code: Any, scale: Any, kind: str) -> Any:
-    """The number with this code; see :func:`encoded`. The largest code stands for the scale itself."""
+    """Return the number with this code; see :func:`encoded`. The largest code stands for the scale itself."""
     code = integer(code)
     if kind == "unsigned":
         root = number(code)
@@ -273,23 +273,23 @@ _QUOTIENTS = 4.0
 
 
 def key_of(count: Any, seed: Any) -> Any:
-    """A whole number below 2**24 for each count, such as a step, of each seed, itself a whole number below 2**24.
+    """Return an integer below 2**24 for each count, such as a step, and each seed, itself an integer below 2**24.
 
-    In float64, where every number on the way is exact, so that no compiler changes it.
+    It is computed in float64, where every intermediate number is exact, so that no compiler changes it.
     """
     x = _below(count * 10619863.0 + seed, _KEYS)
     return _below(floor(x * x * 2.0**-12) + count * 7296283.0, _KEYS)
 
 
 def threshold_of(step: Any, seed: Any) -> Any:
-    """A number in [0, 1) for each step of each seed, spread evenly over steps that follow each other; in float64.
+    """Return a number in [0, 1) for each step of each seed, spread evenly over consecutive steps; in float64.
 
     Rounded to nearest, an average that a step changes by less than half a code would never change: squares that are averaged
     with 0.999 would rise with large gradients, and never fall with small ones; momentum would go on without gradients.
 
-    Multiples of an irrational number of small partial quotients are spread evenly, but those of steps a Fibonacci number
-    apart are near each other, if it is the golden ratio: what gradients do so often would be rounded alike for long. So
-    every block of steps begins at random, and has one of 16 such numbers.
+    Multiples of an irrational number of small partial quotients are spread evenly. But with the golden ratio, those of steps
+    a Fibonacci number apart are near each other: gradients of that period would be rounded alike for long. So every block of
+    steps begins at random, and has one of 16 such numbers.
     """
     block = floor(step * (1 / _BLOCK))
     key = key_of(block, seed)
@@ -300,11 +300,11 @@ def threshold_of(step: Any, seed: Any) -> Any:
 
 
 def another(threshold: Any) -> Any:
-    """A threshold of another phase, for a second use in the same step."""
-    place = threshold + int(_GOLDEN * _KEYS) / _KEYS
-    return place - floor(place)
+    """Return a threshold of another phase, for a second use in the same step."""
+    shifted = threshold + int(_GOLDEN * _KEYS) / _KEYS
+    return shifted - floor(shifted)
 
 
 def _below(x: Any, limit: float) -> Any:
-    """What is left of a whole number that is divided by ``limit``, a power of 2."""
+    """Return the remainder of a whole number divided by ``limit``, a power of 2."""
     return x - floor(x * (1 / limit)) * limit

@@ -1,4 +1,4 @@
-"""What a class body of fields and two functions declares: everything the engine knows about one optimizer."""
+"""The declaration of one optimizer, its fields and its two functions, as the engine reads it."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scal
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
 
-Gradients: TypeAlias = Literal["dense", "sparse"]  # the gradients that an optimizer takes; sparse ones are COO tensors
-Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # what a rule's update sees at a time
+Gradients: TypeAlias = Literal["dense", "sparse"]  # of an optimizer's parameters; sparse ones are COO tensors
+Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # the unit that a rule's update sees at a time
 
 Decays: TypeAlias = Literal["gradient", "weights", None]
 """``"gradient"`` where ``update`` adds ``c.weight_decay`` times the parameter to the gradient."""
 
 NUMBERS = ("resolution", "lr_scale", "seed")
-"""What ``coefficients`` may take of each parameter: its dtype's machine epsilon, its group's choice, a random number."""
+"""Numbers of each parameter for ``coefficients``: its dtype's machine epsilon, its group's choice, a random number."""
 
 TRAIN_MODE = "train_mode"
-"""The entry of a group that says whether its parameters are those to train, where a rule has other ``views`` of them."""
+"""The group entry that is true while the parameters are the ones to train, for a rule with other ``views`` of them."""
 
 RULE = "rule"
-"""The entry of a group that names the optimizer whose rule its parameters follow, where that is not the optimizer's own."""
+"""The group entry that names another optimizer, whose rule the parameters of the group follow."""
 
 WHY = "why"
-"""The entry of a group that says of its parameters, by name, why they are in it. It is not saved."""
+"""The group entry with the reasons, by parameter name, why a parameter is in the group. It is not saved."""
 
-INDEX = "index"  # what ``update`` may take besides: which element of the parameter it sees, in the order of memory
+INDEX = "index"  # an argument that ``update`` may take: the index of the element in the parameter's memory
 
 
-Values: TypeAlias = Mapping[str, Any]  # what functions of a rule find, by name
+Values: TypeAlias = Mapping[str, Any]  # the arguments of a rule's functions, by name
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ByName:
-    """A function of a rule, called with values by name: it gets those that its signature names; all if it ends in ``**``."""
+    """A function of a rule, called with values by name: it gets those in its signature, or all if it ends in ``**``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
@@ -56,25 +56,25 @@ class ByName:
 
 
 def _once(method: F) -> F:
-    """Let a method of a declaration compute what it says of static choices once: a class has few, and asks often."""
+    """Cache the results of a declaration's method by its static choices: a class has few, and asks often."""
 
     @functools.wraps(method)
-    def known(self: Any, statics: Mapping[str, Any], *arguments: Any) -> Any:
-        found: dict[Any, Any] = vars(self).setdefault("_known", {})
+    def cached(self: Any, statics: Mapping[str, Any], *arguments: Any) -> Any:
+        cache: dict[Any, Any] = vars(self).setdefault("_known", {})
         key = (method.__name__, *arguments, *statics.items())
         try:
-            if key not in found:
-                found[key] = method(self, statics, *arguments)
-        except TypeError:  # a choice that cannot be hashed, or a mistake of the rule
+            if key not in cache:
+                cache[key] = method(self, statics, *arguments)
+        except TypeError:  # an unhashable choice, or an error of the rule
             return method(self, statics, *arguments)
-        return found[key]
+        return cache[key]
 
-    return cast(F, known)
+    return cast(F, cached)
 
 
 @dataclass(frozen=True)
 class Declaration:
-    """What a class body declares: enough for the constructor, the groups and checkpoints."""
+    """The fields that a class body declares: enough for the constructor, the groups and checkpoints."""
 
     name: str
     hypers: tuple[Hyper, ...]
@@ -117,27 +117,27 @@ class Declaration:
 
     @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
-        """The hyperparameters that a rule may read under these static choices."""
+        """Return the hyperparameters that a rule may read under these static choices."""
         return tuple(h for h in self.hypers if h.when is None or statics[h.when])
 
     @_once
     def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
-        """The names of the buffers that exist under these static choices and facts."""
+        """Return the names of the buffers that exist under these static choices and facts."""
         return tuple(b.name for b in self.buffers if b.is_present(statics))
 
     @_once
     def grouped_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of :meth:`present_buffers` that have a number for each group of elements."""
+        """Return those of :meth:`present_buffers` that have a number for each group of elements."""
         return tuple(b.name for b in self.buffers if b.grouped and b.is_present(statics))
 
     @_once
     def integer_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
-        """Those of :meth:`present_buffers` that hold integers, which an update sees as such."""
+        """Return those of :meth:`present_buffers` that hold integers, which an update sees as such."""
         present = (b for b in self.buffers if b.is_present(statics))
         return tuple(b.name for b in present if not self.dtype_of(b, torch.float32, statics).is_floating_point)
 
     def by_name(self, statics: Mapping[str, Any], elements: Iterable[Any]) -> dict[str, Any]:
-        """The hyperparameters that a rule may read, by name, made of their ``elements`` one after the other."""
+        """Build the hyperparameters that a rule may read, by name, from their ``elements`` in order."""
         numbers = iter(elements)
         return {
             h.name: tuple(itertools.islice(numbers, h.length)) if h.is_tuple else next(numbers)
@@ -145,15 +145,15 @@ class Declaration:
         }
 
     def dtype_of(self, buffer: Buffer, param_dtype: torch.dtype, statics: Mapping[str, Any]) -> torch.dtype:
-        """The dtype of ``buffer`` of a parameter of ``param_dtype``, under these choices."""
+        """Return the dtype of ``buffer`` of a parameter of ``param_dtype``, under these choices."""
         return (buffer.dtype and buffer.dtype(statics)) or param_dtype
 
     def axes_of(self, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
-        """The axes of a parameter of ``shape`` in the order in which an update sees them, under these static choices."""
+        """Return the axes of a parameter of ``shape`` in the order that an update sees, under these static choices."""
         return tuple(range(len(shape)) if self.axes is None else self.axes({**statics, "shape": shape}))
 
     def shape_of(self, buffer: Buffer, shape: torch.Size, statics: Mapping[str, Any]) -> tuple[int, ...]:
-        """The shape of ``buffer`` of a parameter of ``shape``; of a grouped one a vector, unless groups end with rows."""
+        """Return the shape of ``buffer`` for a parameter of ``shape``; grouped: a vector, unless rows are whole groups."""
         if buffer.grouped:
             columns = shape[-1] if shape else 1
             return (*shape[:-1], columns // GROUP) if columns % GROUP == 0 else (-(-math.prod(shape) // GROUP),)
@@ -165,39 +165,39 @@ class Declaration:
 
 
 class Reduction(NamedTuple):
-    """An elementwise expression, and whether its sum over all parameters is wanted or its mean over each tensor."""
+    """An elementwise expression to reduce: to a sum over all parameters (``is_total``), or to a mean over each tensor."""
 
     expression: Any
     is_total: bool
 
 
 def mean(expression: Any) -> Reduction:
-    """In ``reduce``: the mean of ``expression`` over each tensor, the whole of one that is spread over processes."""
+    """Reduce to the mean of ``expression`` over each tensor, over all shards of a DTensor. For ``reduce`` only."""
     return Reduction(expression, is_total=False)
 
 
 def total(expression: Any) -> Reduction:
-    """In ``reduce``: the sum of ``expression`` over all parameters that have a gradient, devices and processes."""
+    """Reduce to the sum of ``expression`` over all parameters with a gradient, devices and processes. For ``reduce``."""
     return Reduction(expression, is_total=True)
 
 
 def ema(betas: Sequence[Any]) -> dict[str, Any]:
-    """In ``coefficients``: ``beta1`` and ``weight1 = 1 - beta1`` of a first moving average, and so on for all ``betas``."""
+    """Return ``beta1`` and ``weight1 = 1 - beta1`` of a first moving average, and so on for all ``betas``."""
     pairs = enumerate(betas, 1)
     return {name: number for i, beta in pairs for name, number in ((f"beta{i}", beta), (f"weight{i}", 1 - beta))}
 
 
-class Places(NamedTuple):
-    """Where a stage of reductions has its ``sums`` in ``c``: means, then ``totals``; ``given`` are these and ``adapt``'s."""
+class Indices(NamedTuple):
+    """The slices of ``c`` for a stage's ``sums`` (means, then ``totals``), and for totals with ``adapt``'s results."""
 
     sums: slice
     totals: slice
-    given: slice
+    received: slice
 
 
 @dataclass(frozen=True)
 class Written:
-    """What one of a rule's functions does to an element, in another language: statements, and what it returns by name.
+    """One function of a rule as code in another language: its statements on an element, and its results by name.
 
     They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for
     ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and the new buffers; those of
@@ -223,20 +223,20 @@ class Written:
 
 @dataclass(frozen=True)
 class Rule(Declaration):
-    """A declaration with an update: everything the engine knows about one optimizer.
+    """A declaration with an update, from which the engine builds the steps of one optimizer.
 
-    The README of this folder says what its functions take and return; here they take it as one mapping, :data:`Values`.
-    ``coefficients`` takes float64 vectors with one entry per tensor. An absent buffer is ``None``. What each of
-    ``reductions`` returns, the next ones and ``update`` find in ``c``; ``adapt`` takes totals of the first.
+    The README of this folder explains the functions; here they take their arguments as one mapping, :data:`Values`.
+    ``coefficients`` takes float64 vectors with one entry per tensor. An absent buffer is ``None``. The results of each of
+    ``reductions`` are in ``c`` for the next ones and ``update``; ``adapt`` takes totals of the first.
 
     With the granularity ``"element"``, ``update`` is elementwise. Otherwise it sees stacks of equal tensors, against which
     the coefficients broadcast, and may reduce over all dimensions but the first. With ``"tensor"`` a stack is (tensors,
-    columns) or (tensors, batch, rows, columns), and ``axes(shape, <statics>)`` may say in which order the axes of a
-    parameter come. With ``"matrix"`` it is (tensors, ..., rows, columns), and ``update`` may depend on the last two.
+    columns) or (tensors, batch, rows, columns), and ``axes(shape, <statics>)`` may return a parameter's axes in another
+    order. With ``"matrix"`` it is (tensors, ..., rows, columns), and ``update`` may depend on the last two.
 
-    ``advice`` names the optimizer for gradients of the other kind than ``gradients``. ``decays`` says what
-    ``c.weight_decay`` times the parameter is added to. ``added`` names choices that transforms added. ``indexed`` says
-    under which choices an update of stacks takes each element's :data:`INDEX`.
+    ``advice`` names the optimizer for gradients of the other kind than ``gradients``. ``decays`` is ``"gradient"`` if
+    ``c.weight_decay`` times the parameter is added to the gradient. ``added`` names choices that transforms added.
+    ``indexed`` tells, for choices, whether an update of stacks takes each element's :data:`INDEX`.
     """
 
     _: dataclasses.KW_ONLY
@@ -258,9 +258,9 @@ class Rule(Declaration):
         return (self.granularity, self.gradients) == ("element", "dense")
 
     def check(self) -> None:
-        """Run all functions, once for every combination of the rule's own choices, with the last ``added`` one made.
+        """Run all functions, once for every combination of the rule's boolean choices, with the last ``added`` one true.
 
-        ``TypeError`` where one takes or returns a name that is not declared, leaves one out, or does what a kernel cannot.
+        Raise ``TypeError`` where one takes or returns an undeclared name, omits a result, or does what a kernel cannot.
         """
         if self.axes is not None and self.granularity != "tensor":
             raise TypeError(f"{self.name}.axes is for the granularity 'tensor'")
@@ -284,38 +284,38 @@ class Rule(Declaration):
                 self._check_stack(statics, names, shape)
 
     def _situations(self) -> Iterator[dict[str, Any]]:
-        """Every combination of the choices that are yes or no; of those that were added, the last is yes."""
+        """Yield every combination of the boolean choices; of those that transforms added, only the last is true."""
         free = [s.name for s in self.statics if isinstance(s.default, bool) and s.init and s.name not in self.added]
         free += [*(f.name for f in self.facts), *self.structural_hypers]
-        made = {s.name: s.default for s in self.statics} | dict.fromkeys(self.added[-1:], True)
-        made |= {h.name: None for h in self.hypers if h.fixed}
+        fixed = {s.name: s.default for s in self.statics} | dict.fromkeys(self.added[-1:], True)
+        fixed |= {h.name: None for h in self.hypers if h.fixed}
         for values in itertools.product((False, True), repeat=len(free)):
-            yield {**made, **dict(zip(free, values, strict=True))}
+            yield {**fixed, **dict(zip(free, values, strict=True))}
 
     def coefficient_names(self, statics: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """What ``coefficients`` returns besides the scalars, in the order of kernels' tables; by default, as declared."""
+        """Return the names of ``coefficients`` but the scalars, in the order of kernels' tables; default: as declared."""
         _, returned = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
         return tuple(name for name in returned if name not in self.scalar_names[1:])
 
     @_once
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
-        """The attributes of ``c`` for each of ``reductions`` and then for ``update``, which is also their order."""
+        """Return the attributes of ``c``, in order, for each of ``reductions`` and then for ``update``."""
         by_stage = [stage.numbers for stage in self.written(statics, PLAIN)] if self.reductions else []
         return by_stage or [self.coefficient_names(statics)]
 
     @_once
-    def stages(self, statics: Mapping[str, Any]) -> dict[int, Places]:
-        """Those of ``reductions`` that return something, and where that is among the attributes of ``c``."""
-        places = {}
+    def stages(self, statics: Mapping[str, Any]) -> dict[int, Indices]:
+        """Return, for each of ``reductions`` with results, the indices of these among the attributes of ``c``."""
+        indices = {}
         for stage, written in enumerate(self.written(statics, PLAIN)[:-1] if self.reductions else ()):
             start, end = len(written.numbers), len(written.numbers) + len(written.results)
             total = end - len(written.totals)
             if start < end:
-                places[stage] = Places(slice(start, end), slice(total, end), slice(total, end + len(written.adapted)))
-        return places
+                indices[stage] = Indices(slice(start, end), slice(total, end), slice(total, end + len(written.adapted)))
+        return indices
 
     def seeing(self, seen: Callable[[Values], Values], **changes: Any) -> Rule:
-        """This rule with ``changes``, and functions of elements that find what ``seen`` makes of their values."""
+        """Return this rule with ``changes``; its elementwise functions get ``seen(values)`` instead of their values."""
 
         def within(function: Callable[[Values], dict[str, Any]]) -> Callable[[Values], dict[str, Any]]:
             return lambda values: function(seen(values))
@@ -324,7 +324,7 @@ class Rule(Declaration):
         return dataclasses.replace(self, **changes)
 
     def viewed(self, name: str) -> Rule:
-        """A rule that does what one of ``views`` says in place of a step."""
+        """Return a rule whose step applies the view ``name`` of ``views`` to the parameter."""
 
         def update(values: Values) -> dict[str, Any]:
             buffers = {b.name: values[b.name] for b in self.buffers if values.get(b.name) is not None}
@@ -333,20 +333,20 @@ class Rule(Declaration):
         return dataclasses.replace(self, update=update, reductions=(), adapt=None)
 
     def has_totals(self, statics: Mapping[str, Any] | None = None) -> bool:
-        """Whether ``reduce`` sums over all parameters; by default, as declared."""
+        """Return whether ``reduce`` sums over all parameters under ``statics``; by default, under the declared ones."""
         statics = next(self._situations()) if statics is None else statics
-        return any(places.totals.start < places.totals.stop for places in self.stages(statics).values())
+        return any(indices.totals.start < indices.totals.stop for indices in self.stages(statics).values())
 
     @_once
     def reads_index(self, statics: Mapping[str, Any]) -> bool:
-        """Whether the update depends on which element it sees."""
+        """Return whether the update reads the index of its element."""
         if self.granularity == "element":
             return self.written(statics, PLAIN)[-1].reads_index
         return self.indexed is not None and self.indexed(statics)
 
     @_once
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
-        """``coefficients`` of ``step``, :data:`NUMBERS`, ``hyper0``, ..., ``scalar0``, ...: statements and results."""
+        """Write ``coefficients`` of ``step``, :data:`NUMBERS`, ``hyper0``, ..., ``scalar0``, ...: statements, results."""
         code = Code(dialect, "c")
         values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
         values |= self.by_name(statics, _symbols(code, "hyper"))
@@ -357,37 +357,37 @@ class Rule(Declaration):
 
     @_once
     def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
-        """Each of ``reductions`` and then ``update`` of an elementwise rule in another language, under these choices."""
+        """Write each of ``reductions`` and then ``update`` of an elementwise rule in ``dialect``, under these choices."""
         present, names, stages = self.present_buffers(statics), self.coefficient_names(statics), []
         for stage, function in enumerate(self.reductions):
             code = Code(dialect, "e")
-            found = self._run("reduce", function, self._element(statics, code, names))
-            for name, value in found.items():
+            reductions = self._run("reduce", function, self._element(statics, code, names))
+            for name, value in reductions.items():
                 if not isinstance(value, Reduction):
                     raise TypeError(f"{self.name}.reduce returns a {name} that is neither mean(...) nor total(...)")
-            found = dict(sorted(found.items(), key=lambda item: item[1].is_total))  # means first
-            totals = tuple(name for name in found if found[name].is_total)
+            reductions = dict(sorted(reductions.items(), key=lambda item: item[1].is_total))  # means first
+            totals = tuple(name for name in reductions if reductions[name].is_total)
             adapted = self._adapted_names(statics, totals) if stage == 0 else ()
-            if taken := {*found, *adapted} & set(names):
+            if taken := {*reductions, *adapted} & set(names):
                 raise TypeError(f"{self.name}.reduce returns {sorted(taken)}, which c has already")
-            texts = {name: code.operand(reduction.expression) for name, reduction in found.items()}
+            texts = {name: code.operand(reduction.expression) for name, reduction in reductions.items()}
             stages.append(Written(names, code.statements, texts, totals, adapted))
-            names = (*names, *found, *adapted)
+            names = (*names, *reductions, *adapted)
         code = Code(dialect, "e")
         results = self._checked_update(self._element(statics, code, names), present)
         texts = {name: code.operand(results[name]) for name in ("param", *present)}
         return [*stages, Written(names, code.statements, texts)]
 
     def _adapted_names(self, statics: Mapping[str, Any], totals: Sequence[str]) -> tuple[str, ...]:
-        """The attributes of ``c`` that ``adapt`` returns."""
+        """Return the attributes of ``c`` that ``adapt`` returns."""
         if self.adapt is None:
             return ()
         if not totals:
             raise TypeError(f"{self.name}.adapt is for totals, and reduce returns none")
         code = Code(PLAIN, "a")
         values = {**statics, **{name: Symbol(code, name) for name in (*totals, *self.shared_scalars)}}
-        found = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
-        return tuple(name for name in found if name not in self.shared_scalars)
+        results = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
+        return tuple(name for name in results if name not in self.shared_scalars)
 
     @functools.cached_property
     def scalar_names(self) -> tuple[str, ...]:
@@ -400,7 +400,7 @@ class Rule(Declaration):
         return tuple(s.name for s in self.scalars if s.shared)
 
     def _element(self, statics: Mapping[str, Any], code: Code, numbers: tuple[str, ...]) -> dict[str, Any]:
-        """The arguments of ``update`` as symbols of ``code``; ``c`` has the attributes ``numbers``."""
+        """Return the arguments of ``update`` as symbols of ``code``; ``c`` has the attributes ``numbers``."""
         values: dict[str, Any] = {n: choice for n, choice in statics.items() if n not in self.structural_hypers}
         values |= dict.fromkeys(b.name for b in self.buffers)
         grouped, integers = self.grouped_buffers(statics), self.integer_buffers(statics)
@@ -426,23 +426,23 @@ class Rule(Declaration):
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
 
     def evaluated(self, values: Values) -> dict[str, Any]:
-        """The results of ``coefficients``; scalars that are shared stay."""
+        """Return the results of ``coefficients``, and the shared scalars unchanged."""
         return {**{name: values[name] for name in self.shared_scalars}, **self.coefficients(values)}
 
     def updated(self, values: Values) -> dict[str, Any]:
-        """The new ``param`` and the new buffers, by name."""
+        """Return the new ``param`` and the new buffers, by name."""
         return self._moved(values["param"], self.update(values))
 
     @staticmethod
     def _moved(param: Any, returned: Mapping[str, Any]) -> dict[str, Any]:
-        """What ``update`` ``returned``, with the ``param`` after the step, and made of that what is a function of it."""
+        """Return the results of ``update`` with the ``param`` after the step; call those that are functions of it."""
         new, step = returned.get("param", param), returned["step"]
         new = new if isinstance(step, float) and step == 0.0 else new - step
         new = returned["after"](new) if "after" in returned else new
         return {n: v(new) if callable(v) else v for n, v in returned.items() if n != "after"} | {"param": new}
 
     def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
-        """:meth:`updated` in a rule that is being made, with the buffers that are ``present``."""
+        """Run :meth:`updated` while the rule is checked; the results must have the buffers that are ``present``."""
         results = self._run("update", self.update, values, ("step", *present))
         if unknown := results.keys() - {"param", "step", "after", *(b.name for b in self.buffers)}:
             raise TypeError(f"{self.name}.update returns {sorted(unknown)}, which the class does not declare")
@@ -463,31 +463,31 @@ class Rule(Declaration):
         return results
 
     def _called(self, title: str, function: Callable[[Values], Any], values: Values) -> Any:
-        """Call ``function``, which is ``title`` in messages, with ``values``; it may take no other name."""
+        """Call ``function`` with ``values``; it may take no other name. Messages call it ``title``."""
         where = f"{self.name}.{title}"
         if unknown := sorted(set(function.names) - values.keys()) if isinstance(function, ByName) else []:
             raise TypeError(f"{where} takes {unknown}, which the class does not declare{hint(unknown[0], values)}")
         try:
             return function(values)
         except Exception as error:
-            said = str(error) if isinstance(error, NotWritable) else f"cannot be run: {error}"
+            message = str(error) if isinstance(error, NotWritable) else f"cannot be run: {error}"
             if isinstance(error, NameError):
-                said = f"uses {error.name}, which is not defined above the class"
+                message = f"uses {error.name}, which is not defined above the class"
             elif isinstance(error, AttributeError) and "c" in values and error.obj is values["c"]:
-                said = f"reads c.{error.name}, which coefficients does not return"
-            raise TypeError(f"{where} {said}") from error
+                message = f"reads c.{error.name}, which coefficients does not return"
+            raise TypeError(f"{where} {message}") from error
 
 
 def _symbols(code: Code, prefix: str) -> Iterator[Symbol]:
-    """As many symbols as one takes, called ``prefix`` and a number."""
+    """Yield symbols named ``prefix`` and a number, without end."""
     return (Symbol(code, f"{prefix}{i}") for i in itertools.count())
 
 
-# Stacks to try a rule on: tensors without columns of 1, each way round.
+# Shapes of stacks to try a rule on: without columns of 1, in both orientations.
 _STACKS: dict[str, tuple[tuple[int, ...], ...]] = {"tensor": ((2, 5), (2, 3, 4, 5)), "matrix": ((2, 3, 5), (2, 5, 3))}
 
 
 @functools.cache
 def number_type(names: tuple[str, ...]) -> Callable[..., Any]:
-    """What makes ``update``'s argument ``c`` of numbers in the order of their ``names``."""
+    """Return the constructor of ``update``'s argument ``c``, a named tuple of numbers with these ``names``."""
     return collections.namedtuple("Numbers", names)

@@ -1,7 +1,7 @@
 """Parameters and state in fewer bytes, for rules on elements and on matrices: ``weights`` and ``state_dtype``.
 
-A step decodes what is stored, does what the rule says, and encodes the results. So everything that the rule does to the
-parameter, weight decay and lookahead too, is done to a number of 32 bits.
+A step decodes the stored numbers, applies the rule, and encodes the results. So all of the rule's arithmetic on the
+parameter, weight decay and lookahead too, is on a number of 32 bits.
 """
 
 from __future__ import annotations
@@ -38,41 +38,41 @@ _STATE_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 CODE_DTYPES = {"signed": torch.int8, "unsigned": torch.uint8}
 REMAINDER_DTYPES = {"split8": torch.int8, "split16": torch.int16}
 
-_Matcher: TypeAlias = Callable[[Sequence[str]], bool]  # whether one of some patterns matches a parameter's name
+_Matcher: TypeAlias = Callable[[Sequence[str]], bool]  # tells whether one of some patterns matches a parameter's name
 StateDtype: TypeAlias = "torch.dtype | Literal['int8'] | Mapping[str, torch.dtype | Literal['int8']] | None"
 
 
 def code_name(buffer: str) -> str:
-    """The state entry that holds a buffer's codes, which no other optimizer takes for numbers."""
+    """Return the state entry that holds a buffer's codes. The name keeps other optimizers from reading codes as numbers."""
     return f"{buffer}_{INT8}"
 
 
 def scale_name(buffer: str) -> str:
-    """The state entry that holds the scales of a buffer's codes."""
+    """Return the state entry that holds the scales of a buffer's codes."""
     return f"{buffer}_scale"
 
 
 def _mode(choices: Mapping[str, Any]) -> str | None:
-    """How the parameter is stored under these choices; None where it is only rounded."""
+    """Return the mode in which the parameter is stored under these choices; None where it is only rounded."""
     chosen = choices.get("weights")
     return None if chosen is None else chosen[0]
 
 
 def _codes(choices: Mapping[str, Any]) -> tuple[str, ...]:
-    """The buffers that are stored in 8 bits under these choices, in the order of generated code."""
+    """Return the buffers that are stored in 8 bits under these choices, in the order of generated code."""
     return tuple(name for name, dtype in choices.get("state_dtype", ()) if dtype == INT8)
 
 
 def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> dict[str, str]:
-    """The averages that have fewer than 32 bits by choice, in order, with their dtypes; steps round them by a threshold."""
+    """Return the averages with fewer than 32 bits by choice, in order, and their dtypes; thresholds round them."""
     few = (INT8, *HALVES.values())
     return {name: dtype for name, dtype in choices.get("state_dtype", ()) if dtype in few and name in signs}
 
 
 def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
-    """The entries that store a buffer of the rule: numbers under its own name, or codes with their scales.
+    """Yield the entries that store a buffer of the rule: numbers under its own name, or codes with their scales.
 
-    Without a ``state_dtype``, a buffer to which a step adds little, such as a sum, has all bits if the parameter has.
+    Without a ``state_dtype``, a buffer with small additions, such as a sum, has 32 bits if the parameter's values have.
     """
 
     def is_coded(choices: Mapping[str, Any]) -> bool:
@@ -99,14 +99,14 @@ _PARTS = (
     Buffer(lambda c: _mode(c) == "master", dtype=lambda c: torch.float32, name="master_param"),
 )
 PARTS = tuple(part.name for part in _PARTS)
-"""The state entries that hold what a parameter's own dtype cannot."""
+"""The state entries that hold the bits that a parameter's dtype lacks."""
 
 
 def stored(rule: Rule) -> Rule:
-    """``rule``, if it is elementwise or on matrices, with ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
+    """Return ``rule``, elementwise or on matrices, with ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
 
-    :class:`CompiledOptimizer` explains these options. Weights in ``"split8"`` are within 1/256 of the parameter's last
-    place. A compensation in float16 is a multiple of 2**-24, so that ``"kahan"`` keeps fewer bits of small weights.
+    :class:`CompiledOptimizer` explains these options. Weights in ``"split8"`` are rounded to 1/256 ulp of the parameter.
+    A compensation in float16 is a multiple of 2**-24, so that ``"kahan"`` keeps fewer bits of small weights.
     """
     if not (rule.is_elementwise or rule.granularity == "matrix"):
         return rule
@@ -114,14 +114,14 @@ def stored(rule: Rule) -> Rule:
     buffers = [buffer for b in rule.buffers for buffer in _stored_buffer(b)]
 
     def opened(values: Values) -> Values:
-        """``values`` with decoded numbers."""
-        found = dict(values)
+        """Return ``values`` with decoded numbers."""
+        decoded = dict(values)
         for name in _codes(values):
             if values.get(code_name(name)) is not None:
-                found[name] = formats.decoded(values[code_name(name)], values[scale_name(name)], signs[name])
+                decoded[name] = formats.decoded(values[code_name(name)], values[scale_name(name)], signs[name])
         if (mode := _mode(values)) is not None:
-            found["param"] = joined(values["param"], values, mode, values["weights"][1])
-        return found
+            decoded["param"] = joined(values["param"], values, mode, values["weights"][1])
+        return decoded
 
     def coefficients(values: Values) -> dict[str, Any]:
         numbers = rule.coefficients(values)
@@ -171,12 +171,12 @@ def stored(rule: Rule) -> Rule:
 
 
 def joined(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
-    """The float32 of a parameter that is stored in ``mode`` with its ``parts``, by name."""
+    """Return the float32 of a parameter that is stored in ``mode`` with its ``parts``, by name."""
     if mode == "kahan":
         return formats.compensated(param, parts["kahan_comp"], dtype)
     if mode in REMAINDER_BITS:
         return formats.joined(param, parts["remainder"], dtype, REMAINDER_BITS[mode])
-    if mode == "master":  # unless somebody wrote into the parameter meanwhile
+    if mode == "master":  # unless other code wrote into the parameter since
         return where(formats.nearest(parts["master_param"], dtype) == param, parts["master_param"], param)
     return param
 
@@ -184,9 +184,9 @@ def joined(param: Any, parts: Mapping[str, Any], mode: str, dtype: str) -> Any:
 def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> dict[str, Any]:
     """Split a parameter's float32 ``value`` as ``mode`` stores it: into ``param``, as a float32, and parts, by name.
 
-    ``values`` are what ``update`` gets; without them the parts are rounded to nearest. In a step a remainder of few bits is
-    rounded up or down by a number of the step and the tensor, the same for all elements: rounded to nearest, steps that are
-    little more than its unit would all be too small, or too large.
+    ``values`` are the arguments of ``update``; without them the parts are rounded to nearest. A step rounds a remainder of
+    few bits by a threshold of the step and the tensor, the same for all elements: rounded to nearest, steps of little more
+    than its unit would all be too small, or too large.
     """
     if mode == "stochastic":
         return {"param": formats.randomly_rounded(value, formats.noise_of(values["c"].noise, values[INDEX]), dtype)}
@@ -202,7 +202,7 @@ def parts_of(value: Any, values: Mapping[str, Any], mode: str, dtype: str) -> di
 
 
 def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any]:
-    """The parts, by name, that make ``param``, which stays, stand for ``value`` in ``mode``; both are float32.
+    """Return the parts, by name, that make the unchanged ``param`` stand for ``value`` in ``mode``; both float32.
 
     They equal those of :func:`parts_of` if that gives the same ``param``. If ``value`` is more than half a unit of ``param``
     away, a remainder and a copy in float32 hold as much of it as they can, and a compensation is not read.
@@ -316,6 +316,6 @@ def _state_dtypes(
         raise ValueError(f"state_dtype='int8' is not for parameters in float64; {where} is one: name it in exclude=")
     dtypes = {b: full if dtype is None else dtype for b, dtype in chosen.items()}
     named = {b: INT8 if dtype == INT8 else str(dtype).removeprefix("torch.") for b, dtype in dtypes.items()}
-    if is_excluded and full == param.dtype:  # and stays with those of groups that choose nothing
+    if is_excluded and full == param.dtype:  # so that it shares stacks with groups that choose nothing
         return None
     return tuple((b.name, named[b.name]) for b in rule.buffers if b.name in named) or None

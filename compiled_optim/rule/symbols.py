@@ -1,6 +1,6 @@
 """A rule's functions as straight-line code in another language.
 
-A rule is called with symbols in place of tensors. A symbol writes down each operation that is applied to it. An ``if`` on a
+A rule is called with symbols instead of tensors. A symbol writes down each operation that is applied to it. An ``if`` on a
 static choice is decided during the call, and leaves no trace in the code.
 """
 
@@ -20,7 +20,7 @@ WORDS: dict[str, Callable[..., Any]] = {}
 
 OF_FORMATS: dict[str, bool | None] = dict.fromkeys(("bits", "integer", "group_max"), True)
 OF_FORMATS |= {**dict.fromkeys(("from_bits", "from_upper", "number", "to_bfloat16"), False), "broadcast": None}
-"""The words that no optimizer needs, which messages leave out: whether they make integers; None: of integers only."""
+"""Words for this package only, omitted in messages: true if they return integers; None: if their arguments are integers."""
 
 OF_MATRICES = {"gram", "identity", "quadratic"}  # the words that only updates of whole matrices have
 _REDUCTIONS = {"dot", "linalg_vector_norm", "mean", "norm", "std", "sum", "var", "vector_norm"}
@@ -30,11 +30,11 @@ _SPELLINGS = {
     **dict.fromkeys(("min", "fmin", "clamp_max"), "minimum"),
     **{"abs": "absolute", "rsqrt": "sqrt", "sgn": "sign", "square": "x * x"},
 }
-"""What torch and Python call a word of the vocabulary, where that is another name."""
+"""The words of the vocabulary by their other names in torch and Python."""
 
 
 def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorator: makes a word of the vocabulary.
+    """Decorate ``function`` as a word of the vocabulary.
 
     Called with tensors and numbers, the word runs ``function``; called with symbols, it writes down a call of itself.
     """
@@ -59,15 +59,15 @@ def _advice(name: str) -> str:
 
 
 class NotWritable(TypeError):
-    """A rule does something that other languages cannot. The message continues a sentence that begins with its name."""
+    """Raised where a rule does something that other languages cannot. The message continues a sentence about it."""
 
 
 class NotWritableName(NotWritable, AttributeError):
-    """A rule reads an attribute that symbols do not have."""
+    """Raised where a rule reads an attribute that symbols do not have."""
 
 
 class Kind(NamedTuple):
-    """What a value of generated code is; for groups see :func:`~compiled_optim.rule.formats.group_max`."""
+    """The type of a value of generated code; for groups see :func:`~compiled_optim.rule.formats.group_max`."""
 
     is_int: bool = False  # a 32-bit integer
     per_group: bool = False  # one for each group of elements
@@ -75,12 +75,12 @@ class Kind(NamedTuple):
 
 
 def _operator(sign: str, *, swapped: bool = False) -> Any:
-    """The method of a symbol that writes down the operator ``sign``."""
+    """Return the method of a symbol that writes down the operator ``sign``."""
     return lambda symbol, other: symbol.code.binary(sign, *((other, symbol) if swapped else (symbol, other)))
 
 
 def _call(word: str, *, swapped: bool = False) -> Any:
-    """The method of a symbol that writes down a call of ``word``."""
+    """Return the method of a symbol that writes down a call of ``word``."""
     return lambda symbol, *others: symbol.code.call(word, *((*others, symbol) if swapped else (symbol, *others)))
 
 
@@ -130,11 +130,11 @@ _MAKES_INTEGERS = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make in
 
 @dataclass(frozen=True)
 class Dialect:
-    """How one language writes statements, numbers and logic; ``{}`` stands for the parts.
+    """The syntax of statements, numbers and logic in one language; ``{}`` stands for the parts.
 
-    A word of the vocabulary is a function with an underscore behind its name, as ``sqrt_``; in ``calls`` are others. A word
-    in ``spelled_out`` is written as the words that it is made of. Where ``quadratic``, a polynomial of a symmetric matrix is
-    one operation.
+    A word of the vocabulary is called with an underscore behind its name, as ``sqrt_``, or as ``calls`` says. A word in
+    ``spelled_out`` is written as the words that it is made of. If ``quadratic``, a polynomial of a symmetric matrix is one
+    operation.
     """
 
     statement: str
@@ -147,12 +147,12 @@ class Dialect:
     quadratic: bool = False
 
 
-PLAIN = Dialect("{} = {}", "{}", "and", "or")  # a language for checking rules, which nobody reads
+PLAIN = Dialect("{} = {}", "{}", "and", "or")  # a language for checking rules only
 
 
 @dataclass(frozen=True)
 class Statement:
-    """The statement that defines ``name``, what kind of value that is, which names it reads, and the word that it calls."""
+    """A statement: its text, the ``name`` that it defines, that value's kind, the names that it reads, and its word."""
 
     text: str
     name: str
@@ -176,7 +176,7 @@ class Code:
         return [statement.text for statement in self.statements]
 
     def operand(self, value: Any, *, is_int: bool = False) -> str:
-        """How ``value``, a symbol or a Python number, is written inside an expression: of integers if ``is_int``."""
+        """Write ``value``, a symbol or a Python number, for use in an expression: of integers if ``is_int``."""
         if isinstance(value, Symbol):
             return value.name
         if is_int and isinstance(value, int):
@@ -220,5 +220,5 @@ class Code:
 
 
 def _any_int(*values: Any) -> bool:
-    """Whether one of ``values`` is an integer of the generated code, so that the others count as such."""
+    """Return whether one of ``values`` is an integer of the generated code, so that all become integers."""
     return any(isinstance(value, Symbol) and value.kind.is_int for value in values)

@@ -1,7 +1,7 @@
 """The update of a rule on whole tensors as statements: on elements, sums along axes, products of matrices.
 
-The update is called with symbols in place of stacks. These know the operations of torch that this module lists; where an
-update uses another one, :func:`written` raises :class:`NotWritable`, and a compiler for all of torch has to take it.
+The update is called with symbols instead of stacks. These know the operations of torch that this module lists; where an
+update uses another one, :func:`written` raises :class:`NotWritable`, and only Inductor can compile the update.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ OF_GROUPS = "g"
 
 _COLUMNS = "c"
 _LETTERS = {1: "c", 2: "rc", 3: "brc"}  # columns, rows, batch
-_PRIMES = (101, 103, 107)  # stand for sizes, so that a buffer's shape can be told
+_PRIMES = (101, 103, 107)  # stand for sizes, so that each size in a buffer's shape is recognized
 _COMPARISONS = {"==", "!=", "<", "<=", ">", ">="}
 
 
 @dataclass(frozen=True)
 class TensorOp:
-    """What defines one value: an ``expression`` of those that it reads, or a sum, product or copy of them.
+    """The definition of one value: an ``expression`` of the values in ``reads``, or a sum, product or copy of them.
 
     ``"largest"`` is the largest integer of each group, at least 0. A ``"product"`` is of two matrices, each transposed
-    first where ``transposed`` says so. ``"quadratic"`` is a + b * x + c * x @ x of a symmetric matrix, with three numbers
+    first if its ``transposed`` is true. ``"quadratic"`` is a + b * x + c * x @ x of a symmetric matrix, with three numbers
     in its expression. ``"transpose"`` is the transposed matrix. A value is ``half`` if it is a bfloat16 number, and
     ``is_int`` if it is a 32-bit integer.
     """
@@ -55,7 +55,7 @@ class TensorOp:
 
     @property
     def reduces(self) -> bool:
-        """Whether it has one number for several elements."""
+        """Whether it reduces several elements to one number."""
         return self.kind in ("sum", "largest")
 
 
@@ -64,7 +64,7 @@ class TensorProgram:
     """A rule's update of a stack: its operations, and the names of the new parameter and buffers.
 
     They read ``param``, ``grad``, ``buffer0``, ..., whose axes are ``inputs``, ``k0``, ... for coefficients, ``i0``,
-    ... for the place of an element along each axis, ``size_c``, ... for sizes, and the ``numbers`` by their places.
+    ... for the index of an element along each axis, ``size_c``, ... for sizes, and the ``numbers`` by index.
     """
 
     axes: Axes
@@ -80,7 +80,7 @@ class TensorProgram:
         return list(dict.fromkeys(filter(None, itertools.chain(*axes))))
 
     def sizes(self, shape: Sequence[int]) -> dict[str, int]:
-        """The size of each letter for tensors of ``shape``, as the update sees them."""
+        """Return the size of each letter for tensors of ``shape``, as the update sees them."""
         return {**dict(zip(self.axes, shape, strict=True)), "": 1, OF_GROUPS: shape[-1] // GROUP}
 
 
@@ -95,9 +95,9 @@ class _Count:
 
 
 class TensorSymbol(Symbol):
-    """A stack in an update. It is ``transposed`` where its matrices lie in memory as the transposed ones.
+    """A stack in an update. It is ``transposed`` if its matrices are stored transposed in memory.
 
-    Its numbers are ``half`` precision, or a ``mask`` of yes and no.
+    Its numbers are ``half`` precision (bfloat16), or a boolean ``mask``.
     """
 
     __slots__ = ("axes", "half", "mask", "transposed")
@@ -110,14 +110,14 @@ class TensorSymbol(Symbol):
         self.axes, self.half, self.transposed, self.mask = axes, half, transposed, False
 
     @property
-    def seen(self) -> Axes:
+    def update_axes(self) -> Axes:
         """The axes, as the update sees them."""
         return (*self.axes[:-2], self.axes[-1], self.axes[-2]) if self.transposed else self.axes
 
     @property
     def shape(self) -> tuple[Any, ...]:
         """The number of tensors, which nothing may use, and the sizes."""
-        return (_Count(), *(self.code.sizes.get(letter, 1) for letter in self.seen))
+        return (_Count(), *(self.code.sizes.get(letter, 1) for letter in self.update_axes))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -131,16 +131,16 @@ class TensorSymbol(Symbol):
         return TensorSymbol(self.code, self.name, self.axes, half=self.half, transposed=not self.transposed)
 
     def contiguous(self) -> TensorSymbol:
-        """The same stack, lying in memory as it is seen."""
+        """Return the same stack, stored in memory as the update sees it."""
         self.code.refuse_masks(self)
         return self.code.upright(self)
 
     def dim(self) -> int:
-        """The number of dimensions."""
+        """Return the number of dimensions."""
         return 1 + len(self.axes)
 
     def to(self, dtype: torch.dtype) -> TensorSymbol:
-        """The same numbers in bfloat16, or in the dtype of computations."""
+        """Convert the numbers to bfloat16, or to the dtype of computations."""
         if dtype not in (torch.bfloat16, self.code.dtype):
             raise NotWritable(f"computes in {dtype}")
         if self.mask:
@@ -153,28 +153,28 @@ class TensorSymbol(Symbol):
         return TensorSymbol(self.code, self.name, self.axes, half=half, transposed=self.transposed)
 
     def mean(self, dim: int | Sequence[int], *, keepdim: bool) -> Any:
-        """The mean along dimensions, which stay, of size 1."""
+        """Return the mean along dimensions, which become of size 1."""
         total = self.sum(dim, keepdim=keepdim)
-        gone = [f"size_{letter}" for letter, left in zip(self.axes, total.axes, strict=True) if letter != left]
-        return self.code.assign(f"{total.name} / T({' * '.join(gone)})", total) if gone else self
+        sizes = [f"size_{letter}" for letter, kept in zip(self.axes, total.axes, strict=True) if letter != kept]
+        return self.code.assign(f"{total.name} / T({' * '.join(sizes)})", total) if sizes else self
 
     def sum(self, dim: int | Sequence[int], *, keepdim: bool) -> TensorSymbol:
-        """The sum along dimensions, which stay, of size 1."""
+        """Sum along dimensions, which become of size 1."""
         dims = {d % self.dim() for d in ((dim,) if isinstance(dim, int) else dim)}
         self.code.refuse_masks(self)
         if not keepdim or not dims or 0 in dims or self.half:
             raise NotWritable("sums along all or the first dimension, or drops dimensions, or sums in bfloat16")
-        axes = tuple("" if d in dims else letter for d, letter in enumerate(self.seen, 1))
+        axes = tuple("" if d in dims else letter for d, letter in enumerate(self.update_axes, 1))
         axes = (*axes[:-2], axes[-1], axes[-2]) if self.transposed else axes
         if axes == self.axes:
             return self
         return self.code.append("sum", axes, (self.name,), transposed=self.transposed)
 
     def __matmul__(self, other: TensorSymbol) -> TensorSymbol:
-        left, right = self.seen, other.seen
+        left, right = self.update_axes, other.update_axes
         fit = len(left) > 1 and left[:-2] == right[:-2] and left[-1] == right[-2]
         if not fit or "" in (*left, *right) or self.half != other.half:
-            raise NotWritable("multiplies what are not two matrices of one dtype that fit each other")
+            raise NotWritable("multiplies tensors that are not matrices of one dtype and matching shapes")
         names = self.code.computed(self), self.code.computed(other)
         transposed = (self.transposed, other.transposed)
         return self.code.append("product", (*left[:-1], right[-1]), names, half=self.half, flips=transposed)
@@ -187,8 +187,8 @@ class TensorSymbol(Symbol):
 
 
 def _lerp(start: TensorSymbol, end: TensorSymbol, weight: TensorSymbol) -> Any:
-    way = end - start
-    return where(weight < 0.5, start + weight * way, end - way * (1 - weight))
+    change = end - start
+    return where(weight < 0.5, start + weight * change, end - change * (1 - weight))
 
 
 def _vector_norm(x: TensorSymbol, ord: float = 2, dim: int | Sequence[int] = (), *, keepdim: bool = False) -> Any:
@@ -213,26 +213,26 @@ class TensorCode(Code):
         self.ops: dict[TensorOp, str] = {}  # the name of each value, by the operation that defines it
 
     def operand(self, value: Any, *, is_int: bool = False) -> str:
-        """As for any code; a Python number has a place in ``numbers``, so that code does not depend on it."""
+        """Write an operand as any code does; a Python number gets an index in ``numbers``: code does not depend on it."""
         if is_int or isinstance(value, Symbol) or not isinstance(value, (int, float)):
             return super().operand(value, is_int=is_int)
         self.numbers.append(float(value))
         return f"T(numbers[{len(self.numbers) - 1}])"
 
     def binary(self, operator: str, left: Any, right: Any) -> Any:
-        """As for any code, of symbols that lie in the same way; the result of a comparison is a mask."""
+        """Append an operation as any code does, after alignment in memory; the result of a comparison is a mask."""
         symbols = [value for value in (left, right) if isinstance(value, TensorSymbol)]
         combines = operator in (self.dialect.both, self.dialect.either) and not any(s.kind.is_int for s in symbols)
         if not combines:
             self.refuse_masks(*symbols)
         elif [s.mask for s in symbols] != [True, True]:
-            raise NotWritable("combines what are not two comparisons")
-        made: Any = super().binary(operator, *self._aligned(left, right))
-        made.mask = combines or operator in _COMPARISONS
-        return made
+            raise NotWritable("combines values that are not both comparisons")
+        result: Any = super().binary(operator, *self._aligned(left, right))
+        result.mask = combines or operator in _COMPARISONS
+        return result
 
     def call(self, name: str, *values: Any) -> Any:
-        """As for any code, of symbols that lie in the same way."""
+        """Append a call as any code does, after alignment in memory."""
         if name == "identity":
             (matrix,) = values
             rows, columns = len(matrix.axes) - 2, len(matrix.axes) - 1
@@ -255,23 +255,23 @@ class TensorCode(Code):
             (value,) = values
             axes = (*value.axes[:-1], _COLUMNS)
             return self.append("element", axes, (value.name,), value.name, is_int=value.kind.is_int)
-        if name == "power" and isinstance(values[1], (int, float)):  # which compilers make a product of
+        if name == "power" and isinstance(values[1], (int, float)):  # compilers expand it to a product
             base, exponent = values
             expression = f"power_({base.name}, T({float(exponent)!r}))"
             return self.append("element", base.axes, (base.name,), expression, transposed=base.transposed)
         return super().call(name, *self._aligned(*values))
 
-    def _quadratic(self, x: TensorSymbol, *rest: Any) -> TensorSymbol:
-        """One operation on bfloat16 numbers, if the language has that and all numbers are coefficients, or all constants."""
-        *numbers, dtype = rest
+    def _quadratic(self, x: TensorSymbol, *arguments: Any) -> TensorSymbol:
+        """Append one operation on bfloat16, if the language has it and all numbers are coefficients, or all constants."""
+        *numbers, dtype = arguments
         kinds = {getattr(number, "name", "constant")[0] for number in numbers}
         if not (self.dialect.quadratic and x.half and dtype == self.dtype and all(x.axes) and kinds in ({"k"}, {"c"})):
-            return cast(TensorSymbol, WORDS["quadratic"].__wrapped__(x, *rest))  # type: ignore[attr-defined]
+            return cast(TensorSymbol, WORDS["quadratic"].__wrapped__(x, *arguments))  # type: ignore[attr-defined]
         text = ", ".join(map(self.operand, numbers))
         return self.append("quadratic", x.axes, (self.computed(x),), text, half=True)
 
     def refuse_masks(self, *values: Any) -> None:
-        """Raise :class:`NotWritable` where one of ``values`` is a mask, with which torch computes in other ways."""
+        """Raise :class:`NotWritable` if one of ``values`` is a mask: torch's arithmetic on masks is different."""
         if any(getattr(value, "mask", False) for value in values):
             raise NotWritable("computes with a comparison")
 
@@ -282,9 +282,9 @@ class TensorCode(Code):
             raise NotWritable("computes in bfloat16")
         axes: list[str] = []
         for letters in zip(*(value.axes for value in read), strict=True):
-            if len(found := {*letters} - {""}) > 1:
+            if len(letter := {*letters} - {""}) > 1:
                 raise NotWritable("computes with stacks whose shapes do not fit each other")
-            axes += found or {""}
+            axes += letter or {""}
         names = tuple(value.name for value in read)
         transposed = any(value.transposed for value in read if any(value.axes[-2:]))
         return self.append("element", tuple(axes), names, expression, transposed=transposed, is_int=is_int)
@@ -301,12 +301,12 @@ class TensorCode(Code):
         transposed: bool = False,
         is_int: bool = False,
     ) -> TensorSymbol:
-        """Append an operation, unless there is one like it, and return the symbol of its result."""
+        """Append an operation, unless an equal one exists, and return the symbol of its result."""
         name = self.ops.setdefault(TensorOp("", kind, axes, reads, expression, half, flips, is_int), f"e{len(self.ops)}")
         return TensorSymbol(self, name, axes, half=half, transposed=transposed, is_int=is_int)
 
     def _aligned(self, *values: Any) -> Sequence[Any]:
-        """``values`` that all lie as they are seen, or are all transposed."""
+        """Return ``values`` aligned: all stored as the update sees them, or all transposed."""
         transposed = {v.transposed for v in values if isinstance(v, TensorSymbol) and any(v.axes[-2:])}
         return [
             self.upright(v) if isinstance(v, TensorSymbol) and (len(transposed) > 1 or self._is_product(v)) else v
@@ -314,19 +314,19 @@ class TensorCode(Code):
         ]
 
     def upright(self, symbol: TensorSymbol) -> TensorSymbol:
-        """The same stack, lying in memory as it is seen."""
+        """Return the same stack, stored in memory as the update sees it."""
         if not symbol.transposed or not any(symbol.axes[-2:]):
             return symbol
         if "" in symbol.axes[-2:]:
             raise NotWritable("transposes sums along rows or columns")
         if (op := self._op(symbol)) is not None and op.kind == "product":  # of the transposed factors, in turn
             flips = not op.transposed[1], not op.transposed[0]
-            made = self.append("product", symbol.seen, op.reads[::-1], half=op.half, flips=flips)
-            return TensorSymbol(self, made.name, made.axes, half=symbol.half)
-        return self.append("transpose", symbol.seen, (self.computed(symbol),), half=symbol.half)
+            product = self.append("product", symbol.update_axes, op.reads[::-1], half=op.half, flips=flips)
+            return TensorSymbol(self, product.name, product.axes, half=symbol.half)
+        return self.append("transpose", symbol.update_axes, (self.computed(symbol),), half=symbol.half)
 
     def computed(self, symbol: TensorSymbol) -> str:
-        """Return the name of an operation that defines ``symbol``, which may be an input, or rounded numbers."""
+        """Return the name of an operation that defines ``symbol``; append a copy if it is an input, or rounded numbers."""
         self.refuse_masks(symbol)
         if (op := self._op(symbol)) is not None and op.half == symbol.half:
             return symbol.name
@@ -342,7 +342,7 @@ class TensorCode(Code):
 def written(
     rule: Rule, statics: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype, dialect: Dialect
 ) -> TensorProgram:
-    """The update of stacks whose tensors have this ``shape``, as it sees it, in another language.
+    """Write the update of stacks whose tensors have this ``shape``, as it sees it, in another language.
 
     Raises:
         NotWritable: the update uses what :class:`TensorSymbol` does not know.
@@ -356,29 +356,29 @@ def written(
     values: dict[str, Any] = {**statics, **dict.fromkeys(b.name for b in rule.buffers)}
     present, integers = rule.present_buffers(statics), rule.integer_buffers(statics)
     for i, name in enumerate(present):
-        inputs[f"buffer{i}"] = own = _axes_of(next(b for b in rule.buffers if b.name == name), axes)
-        values[name] = TensorSymbol(code, f"buffer{i}", own, is_int=name in integers)
+        inputs[f"buffer{i}"] = buffer_axes = _axes_of(next(b for b in rule.buffers if b.name == name), axes)
+        values[name] = TensorSymbol(code, f"buffer{i}", buffer_axes, is_int=name in integers)
     if rule.reads_index(statics):
-        place = "0"
+        index = "0"
         for d, letter in enumerate(axes):
-            place = f"({place}) * size_{letter} + i{d}" if letter else place
-        values[INDEX] = code.append("element", axes, (), f"place({place})", is_int=True)
+            index = f"({index}) * size_{letter} + i{d}" if letter else index
+        values[INDEX] = code.append("element", axes, (), f"place({index})", is_int=True)
     names = rule.coefficient_names(statics)
     same = ("",) * len(axes)
     c = number_type(names)(*[TensorSymbol(code, f"k{i}", same) for i in range(len(names))])
     values |= {name: TensorSymbol(code, name, axes) for name in ("param", "grad")} | {"c": c}
     results = rule.updated(values)
-    found = {}
+    outputs = {}
     for name, old in {"param": "param", **{n: f"buffer{i}" for i, n in enumerate(present)}}.items():
-        if not isinstance(symbol := results[name], TensorSymbol) or symbol.seen != inputs[old]:
+        if not isinstance(symbol := results[name], TensorSymbol) or symbol.update_axes != inputs[old]:
             raise NotWritable(f"returns a {name} of another shape")
-        found[old] = code.upright(symbol).name
-    ops, needed = [], {*found.values()}
+        outputs[old] = code.upright(symbol).name
+    ops, needed = [], {*outputs.values()}
     for op, name in reversed(code.ops.items()):
         if name in needed:
             ops.append(dataclasses.replace(op, name=name))
             needed |= {*op.reads}
-    return TensorProgram(axes, inputs, ops[::-1], found, code.numbers)
+    return TensorProgram(axes, inputs, ops[::-1], outputs, code.numbers)
 
 
 def _axes_of(buffer: Buffer, axes: Axes) -> Axes:
@@ -387,7 +387,7 @@ def _axes_of(buffer: Buffer, axes: Axes) -> Axes:
     if buffer.shape is None:
         return axes
     sizes = dict(zip(_PRIMES, axes, strict=False))
-    found = buffer.shape(torch.Size(_PRIMES[: len(axes)]))
-    if len(found) != len(axes) or any(size not in (1, p) for size, p in zip(found, _PRIMES, strict=False)):
+    shape = buffer.shape(torch.Size(_PRIMES[: len(axes)]))
+    if len(shape) != len(axes) or any(size not in (1, p) for size, p in zip(shape, _PRIMES, strict=False)):
         raise NotWritable("has state of another shape than the parameter's")
-    return tuple(sizes.get(size, "") for size in found)
+    return tuple(sizes.get(size, "") for size in shape)

@@ -17,34 +17,34 @@ from compiled_optim.rule.fields import Hyper, Option, Scale, Static, check_patte
 from compiled_optim.rule.rule import Rule, Values, mean
 from compiled_optim.rule.vocabulary import floor, maximum, sign, where
 
-PARAM = "param"  # the ``init`` of a buffer that begins as the parameter
-_STARTS = "first_step"  # the coefficient that is not 0 in the first step of a parameter
+PARAM = "param"  # the ``init`` of a buffer that begins as a copy of the parameter
+_STARTS = "first_step"  # the coefficient that is 1 in a parameter's first step, then 0
 
 
 def started(rule: Rule) -> Rule:
-    """``rule`` whose first step finds the parameter, with all its bits, in the buffers that begin as it."""
+    """Return ``rule`` whose first step reads the parameter, with all its bits, as the buffers with ``init='param'``."""
     names = [b.name for b in rule.buffers if b.init == PARAM]
     if not names:
         return rule
     if not rule.is_elementwise:
         raise TypeError(f"{rule.name}.{names[0]}: init={PARAM!r} is for an elementwise update with dense gradients")
     if _STARTS in rule.coefficient_names():
-        raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, which is what a buffer with init={PARAM!r} needs")
+        raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, a name that a buffer with init={PARAM!r} needs")
 
     def coefficients(values: Values) -> dict[str, Any]:
         return {**rule.coefficients(values), _STARTS: where(values["step"] == 1, 1.0, 0.0)}
 
     def seen(values: Values) -> Values:
-        begins = getattr(values["c"], _STARTS) > 0
-        own = {name: where(begins, values[PARAM], values[name]) for name in names if values.get(name) is not None}
-        return {**values, **own}
+        is_first = getattr(values["c"], _STARTS) > 0
+        copies = {name: where(is_first, values[PARAM], values[name]) for name in names if values.get(name) is not None}
+        return {**values, **copies}
 
     buffers = tuple(dataclasses.replace(b, init=0.0, is_copy=True) if b.init == PARAM else b for b in rule.buffers)
     return rule.seeing(seen, buffers=buffers, coefficients=coefficients)
 
 
 def lr_scaled(rule: Rule) -> Rule:
-    """``rule``, if it has ``lr``, with ``lr_scale``, by which ``coefficients`` finds ``lr`` and ``max_lr`` multiplied."""
+    """Return ``rule``, if it has ``lr``, with ``lr_scale``, a factor of ``lr`` and ``max_lr`` before ``coefficients``."""
     rates = [h.name for h in rule.hypers if h.name in ("lr", "max_lr")]
     if "lr" not in rates:
         return rule
@@ -57,16 +57,16 @@ def lr_scaled(rule: Rule) -> Rule:
     return dataclasses.replace(rule, scales=(*rule.scales, choice), coefficients=coefficients)
 
 
-LEAST = 1e-3  # the least share of a tensor's elements to which the whole step is given
+LEAST = 1e-3  # the least share of moving elements by which steps are divided
 
 
 def cautious(rule: Rule) -> Rule:
-    """``rule`` with the choice ``cautious``: only elements that a step takes down their gradient move (arXiv:2411.16085).
+    """Return ``rule`` with the choice ``cautious``: only elements whose step descends the gradient move (arXiv:2411.16085).
 
     Their steps are divided by the share of the tensor's elements that move, or by :data:`LEAST` if that is more. Weight
-    decay apart from the step stays, and so do the buffers. All this is as in the authors' C-AdamW; Algorithm 1 of the paper
-    adds a small number to the share instead, and C-Lion 1 to the number of elements. It is for elementwise rules on dense
-    gradients, but not for one with views, whose parameter follows its state.
+    decay apart from the step is unchanged, and so are the buffers. All this is as in the authors' C-AdamW; Algorithm 1 of
+    the paper adds a small number to the share instead, and C-Lion 1 to the number of elements. It is for elementwise rules
+    on dense gradients, but not for one with views, whose parameter follows its state.
     """
     if rule.views or not rule.is_elementwise:
         return rule
@@ -87,11 +87,11 @@ def cautious(rule: Rule) -> Rule:
 
 
 def _goes_down(returned: Values, values: Values) -> Any:
-    """Whether the step that was ``returned`` goes against the gradient; the signs' product does not underflow."""
+    """Return whether the step in ``returned`` goes against the gradient; the signs' product does not underflow."""
     return sign(returned["step"]) * sign(values["grad"]) > 0
 
 
-_TORCHS = "decoupled_weight_decay"  # what torch.optim calls the choice, where an optimizer of it has one
+_TORCHS = "decoupled_weight_decay"  # torch.optim's name of the choice, in optimizers that have it
 _WD = Static(default=None, optional=True, kw_only=True, name="decouple_wd")
 _LR = Static(default=False, kw_only=True, name="decouple_lr")
 LARGEST = 5e-3  # as in optimi: the weight decay with decouple_lr above which there is a warning
@@ -100,18 +100,18 @@ _MAX_LR = Hyper(default=None, ge=0, when=_LR.name, like="lr", name="max_lr")
 
 
 def decay(rule: Rule) -> Rule:
-    """``rule`` with ``decouple_lr`` and ``max_lr`` and, where it decays weights by the gradient, with ``decouple_wd``.
+    """Return ``rule`` with ``decouple_lr`` and ``max_lr`` and, if it decays by the gradient, with ``decouple_wd``.
 
     With ``decouple_lr`` the rule gets ``weight_decay / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. With
-    ``decouple_wd`` a parameter is multiplied by ``1 - lr * weight_decay`` before the step, as in AdamW, and the rule decays
-    no more itself; None is True with ``decouple_lr``. A rule that has such a choice of its own keeps it. One without ``lr``
-    or ``weight_decay``, or with names of these, stays as it is.
+    ``decouple_wd`` a parameter is multiplied by ``1 - lr * weight_decay`` before the step, as in AdamW, and the rule itself
+    does not decay; None is True with ``decouple_lr``. A rule that already has such a choice keeps it. A rule without ``lr``
+    or ``weight_decay``, or with a field ``decouple_lr`` or ``max_lr``, is unchanged.
     """
     names = {f.name for f in (*rule.hypers, *rule.statics)}
     if not {"lr", "weight_decay"} <= names or names & {_LR.name, _MAX_LR.name}:
         return rule
     adds_wd = rule.decays == "gradient" and _WD.name not in names
-    scales = adds_wd and _TORCHS not in names  # whether parameters are multiplied here, and not by the rule
+    scales = adds_wd and _TORCHS not in names  # true if parameters are multiplied here, and not by the rule
 
     def coefficients(values: Values) -> dict[str, Any]:
         weight_decay = values["weight_decay"]
@@ -122,7 +122,7 @@ def decay(rule: Rule) -> Rule:
         return {**numbers, "weight_decay": 1 - values["lr"] * weight_decay} if scales and is_decoupled(values) else numbers
 
     def seen(values: Values) -> Values:
-        """What the rule finds in place of ``values``: its own choice made, or a parameter that has decayed."""
+        """Return the rule's values: with its own choice true, or with a parameter that has decayed."""
         if not (adds_wd and is_decoupled(values)):
             return values
         if not scales:
@@ -131,8 +131,8 @@ def decay(rule: Rule) -> Rule:
         return {**values, "param": numbers.weight_decay * values["param"], "c": numbers._replace(weight_decay=0.0)}
 
     def update(values: Values) -> dict[str, Any]:
-        found = seen(values)
-        return {"param": found["param"], **rule.update(found)}
+        decayed = seen(values)
+        return {"param": decayed["param"], **rule.update(decayed)}
 
     choices = (_WD, _LR) if adds_wd else (_LR,)
     return rule.seeing(
@@ -146,7 +146,7 @@ def decay(rule: Rule) -> Rule:
 
 
 def check_decay(group: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where a group's choices of decay exclude each other; warn where they mean what few want."""
+    """Raise ``ValueError`` where choices of decay exclude each other; warn where their combination is likely a mistake."""
     if group.get(_TORCHS) and group.get(_WD.name) is False:
         raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
     if not group.get(_LR.name):
@@ -165,19 +165,19 @@ def check_decay(group: Mapping[str, Any]) -> None:
 
 
 def is_decoupled(choices: Mapping[str, Any]) -> bool:
-    """Whether weights decay apart from the gradient, where that is a choice."""
-    asked = choices.get(_WD.name)
-    return bool(choices.get(_TORCHS) or (choices.get(_LR.name) if asked is None else asked))
+    """Return whether weights decay apart from the gradient, for rules with that choice."""
+    requested = choices.get(_WD.name)
+    return bool(choices.get(_TORCHS) or (choices.get(_LR.name) if requested is None else requested))
 
 
 Split: TypeAlias = Mapping[str, "int | Sequence[int]"]
-"""By pattern of names, the number of equal parts along the rows, or the rows of each part."""
+"""For each pattern of names, the number of equal parts along the rows, or the rows of each part."""
 
 
 def in_parts(rule: Rule) -> Rule:
-    """``rule``, if it is on matrices, with the options ``stacks`` and ``split``. :class:`CompiledOptimizer` explains them.
+    """Return ``rule``, if on matrices, with the options ``stacks`` and ``split`` (see :class:`CompiledOptimizer`).
 
-    A rule with state that has not the parameter's rows knows no parts of them, and only has ``stacks``.
+    A rule whose state does not have the parameter's rows cannot split it, and only has ``stacks``.
     """
     if rule.granularity != "matrix":
         return rule
@@ -189,20 +189,20 @@ def in_parts(rule: Rule) -> Rule:
         if (sizes := values.get("split")) is None:
             return rule.update(values)
         numbers = values["c"]
-        c = type(numbers)(*(number.unsqueeze(-1) for number in numbers))  # parts that are equal are a dimension more
+        c = type(numbers)(*(number.unsqueeze(-1) for number in numbers))  # equal parts add a dimension
         names = ["param", *(b.name for b in rule.buffers if values.get(b.name) is not None)]
         parts = []
         for start, count, rows in equal_parts(sizes):
-            own = {n: values[n].narrow(-2, start, count * rows).unflatten(-2, (count, rows)) for n in (*names, "grad")}
-            parts.append(rule.updated({**values, **own, "c": c}))
-        whole = {name: torch.cat([part[name].flatten(-3, -2) for part in parts], -2) for name in names}
-        return {**whole, "step": 0.0}
+            part = {n: values[n].narrow(-2, start, count * rows).unflatten(-2, (count, rows)) for n in (*names, "grad")}
+            parts.append(rule.updated({**values, **part, "c": c}))
+        joined = {name: torch.cat([part[name].flatten(-3, -2) for part in parts], -2) for name in names}
+        return {**joined, "step": 0.0}
 
     return dataclasses.replace(rule, options=(*rule.options, *options), update=update)
 
 
 def equal_parts(sizes: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """The first row of each run of equal ``sizes``, how many these are, and the size."""
+    """Yield the first row of each run of equal ``sizes``, their number, and the size."""
     start = 0
     for rows, equal in itertools.groupby(sizes):
         yield start, (count := len(list(equal))), rows
@@ -222,42 +222,42 @@ def _check_split(value: Any, what: str) -> None:
 def _sizes(
     group: Mapping[str, Any], is_matched: Callable[[Sequence[str]], bool], param: Tensor, where: str
 ) -> tuple[int, ...] | None:
-    """The rows of each part of one parameter; None if it is one whole."""
+    """Return the rows of each part of a parameter; None if it is not split."""
     split = group.get("split") or {}
     matched = {pattern: parts for pattern, parts in split.items() if is_matched((pattern,))}
-    if param.dim() < 2:  # which was flattened after the optimizer was made
+    if param.dim() < 2:  # flattened after the optimizer was built
         return None
-    rows, found = param.shape[-2], set()
+    rows, matches = param.shape[-2], set()
     for pattern, parts in matched.items():
         is_even = isinstance(parts, int)
         sizes = (rows // parts,) * parts if is_even else tuple(parts)
         if sum(sizes) != rows:
-            wrong = f"{rows} rows are not {parts} equal parts" if is_even else f"it has {rows} rows, the parts {sum(sizes)}"
-            raise ValueError(f"split[{pattern!r}]={parts!r} does not fit {where} of shape {tuple(param.shape)}: {wrong}")
-        found.add(sizes)
-    if len(found) > 1:
+            reason = f"{rows} rows are not {parts} equal parts" if is_even else f"it has {rows} rows, the parts {sum(sizes)}"
+            raise ValueError(f"split[{pattern!r}]={parts!r} does not fit {where} of shape {tuple(param.shape)}: {reason}")
+        matches.add(sizes)
+    if len(matches) > 1:
         raise ValueError(f"split: {where} matches both {' and '.join(map(repr, matched))}, which differ")
-    return next((sizes for sizes in found if len(sizes) > 1), None)
+    return next((sizes for sizes in matches if len(sizes) > 1), None)
 
 
 GOES_ON, STAYS = 0.25, 0.5
-"""What is added to a parameter's step count before a gradient: where it is not the first of its step, and not the last."""
+"""Fractions added to a parameter's step count before a gradient that is not the first, or not the last, of its step."""
 
 
 @dataclass(frozen=True)
 class Accumulation:
-    """That a rule's step depends on gradients through its buffers alone, and each buffer is an average of them."""
+    """Declares that a step depends on gradients only through its buffers, and that each buffer is an average of them."""
 
-    kept: tuple[str, ...]  # the numbers of ``coefficients`` with which a step multiplies what it finds in a buffer
-    unless: tuple[str, ...] = ()  # the choices with which it is not so
+    kept: tuple[str, ...]  # the coefficients by which a step multiplies buffers
+    unless: tuple[str, ...] = ()  # the choices that rule accumulation out
 
 
 @functools.cache
 def accumulating(rule: Rule, accumulation: Accumulation) -> Rule:
-    """``rule`` with steps that may take several gradients, in one call for each: the fraction of ``step`` says which.
+    """Return ``rule`` with a call per gradient of a step; the fraction of ``step`` tells which gradient it is.
 
     The first one lets buffers decay, every one is added to them with its weight, and with the last one the parameter moves
-    and decays: into that gradient, if the rule decays so. A step of one gradient is as in ``rule``.
+    and decays: in that gradient, if the rule decays by the gradient. A step of one gradient is as in ``rule``.
     """
 
     def coefficients(values: Values) -> dict[str, Any]:
@@ -265,10 +265,10 @@ def accumulating(rule: Rule, accumulation: Accumulation) -> Rule:
         part = values["step"] - step
         stays = part >= STAYS
         goes_on = where(stays, part - STAYS, part) >= GOES_ON
-        still: dict[str, Any] = {name: where(stays, 0.0, values[name]) for name in ("lr", "weight_decay") if name in values}
-        numbers = rule.coefficients({**values, **still, "step": step})
+        frozen: dict[str, Any] = {name: where(stays, 0.0, values[name]) for name in ("lr", "weight_decay") if name in values}
+        numbers = rule.coefficients({**values, **frozen, "step": step})
         return {name: where(goes_on, 1.0, n) if name in accumulation.kept else n for name, n in numbers.items()}
 
-    made = dataclasses.replace(rule, coefficients=coefficients)
-    made.check()
-    return made
+    result = dataclasses.replace(rule, coefficients=coefficients)
+    result.check()
+    return result

@@ -16,7 +16,7 @@ from compiled_optim.rule.symbols import word
 
 @word
 def sqrt(x: Tensor) -> Tensor:
-    """The square root. Its derivative at 0 counts as 0: an element that never had a gradient must not become NaN."""
+    """Return the square root. Its derivative at 0 is 0: an element that never had a gradient must not become NaN."""
     if not (torch.is_grad_enabled() and x.requires_grad):
         return torch.sqrt(x)
     zero = x == 0
@@ -25,75 +25,75 @@ def sqrt(x: Tensor) -> Tensor:
 
 @word
 def absolute(x: Tensor) -> Tensor:
-    """The absolute value."""
+    """Return the absolute value."""
     return torch.abs(x)
 
 
 @word
 def sign(x: Tensor) -> Tensor:
-    """1, 0 or -1; 0 for NaN."""
+    """Return 1, 0 or -1; 0 for NaN."""
     return torch.sign(x)
 
 
 @word
 def floor(x: Tensor) -> Tensor:
-    """The largest whole number that is not above ``x``. Its derivative is 0."""
+    """Return the largest whole number not above ``x``. Its derivative is 0."""
     return torch.floor(x)
 
 
 @word
 def power(x: Any, y: Any) -> Tensor:
-    """``x**y``, where at least one is a value."""
+    """Return ``x**y``, where at least one is a tensor or symbol."""
     return torch.pow(x, y)
 
 
 @word
 def maximum(x: Tensor, y: Tensor | float) -> Tensor:
-    """The larger of two numbers; NaN if either is."""
+    """Return the larger of two numbers; NaN if either is."""
     return torch.maximum(x, y) if isinstance(y, Tensor) else x.clamp(min=y)
 
 
 @word
 def minimum(x: Tensor, y: Tensor | float) -> Tensor:
-    """The smaller of two numbers; NaN if either is."""
+    """Return the smaller of two numbers; NaN if either is."""
     return torch.minimum(x, y) if isinstance(y, Tensor) else x.clamp(max=y)
 
 
 @word
 def where(condition: Tensor, x: Any, y: Any) -> Tensor:
-    """``x`` where ``condition`` holds, else ``y``."""
+    """Return ``x`` where ``condition`` holds, else ``y``."""
     return torch.where(condition, x, y)
 
 
 @word
 def product(x: Tensor, y: Tensor) -> Tensor:
-    """``x * y``, and 0 where that is NaN: a weight of 0 leaves out what is infinite."""
+    """Return ``x * y``, and 0 where that is NaN: a weight of 0 removes infinite values."""
     weighted = x * y
     return torch.where(weighted == weighted, weighted, 0.0)
 
 
 @word
 def bias_correction(beta: Tensor, step: Tensor) -> Tensor:
-    """``1 - beta**step`` without the cancellation: within 2 ulp for every ``beta`` in [0, 1) and ``step`` >= 1."""
+    """Return ``1 - beta**step`` without cancellation: within 2 ulp for every ``beta`` in [0, 1) and ``step`` >= 1."""
     zero = beta == 0  # where the logarithm has no derivative
     return torch.where(zero, 1 - beta**step, -torch.expm1(step * torch.log(torch.where(zero, 0.5, beta))))
 
 
 @word
 def identity(matrices: Tensor) -> Tensor:
-    """In an update of matrices: the identity matrix in the place of each of ``matrices``, which are square."""
+    """Return an identity matrix for each of the square ``matrices``. For updates of matrices."""
     return torch.eye(matrices.shape[-1], dtype=matrices.dtype, device=matrices.device)
 
 
 @word
 def gram(x: Tensor) -> Tensor:
-    """In an update of matrices: ``x @ x.mT``."""
+    """Return ``x @ x.mT``. For updates of matrices."""
     return x @ x.mT
 
 
 @word
 def quadratic(x: Tensor, a: Any, b: Any, c: Any, dtype: torch.dtype) -> Tensor:
-    """``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``; the numbers may differ between tensors."""
+    """Return ``a + b * x + c * x @ x`` of symmetric matrices, added in ``dtype``. The numbers may differ between tensors."""
     square, wide = (x @ x).to(dtype), x.to(dtype)
-    made: Tensor = (a * identity(wide) + b * wide + c * square).to(x.dtype)
-    return made
+    result: Tensor = (a * identity(wide) + b * wide + c * square).to(x.dtype)
+    return result

@@ -65,7 +65,7 @@ def test_choices_for_names_that_are_gone_are_refused(option: str, call: str) -> 
     saved, flat.grad = optimizer.state_dict(), torch.ones_like(flat)
     optimizer.param_groups[0]["params"] = [flat]
     given = {"load_state_dict": [saved], "add_param_group": [{"params": [("new", P(torch.ones(2, 2)))]}]}
-    said = rf"{option} has '.*' for '0\.weight', whose place a tensor took that has no name"
+    said = rf"{option} has '.*' for '0\.weight', which a tensor without a name replaced"
     for _ in range(2):
         with pytest.raises(ValueError, match=said):
             getattr(optimizer, call)(*given.get(call, []))

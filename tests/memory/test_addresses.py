@@ -216,25 +216,23 @@ def test_a_torch_that_lacks_a_function_is_told(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("lost", ["cdata", "keys", "nothing"])
 def test_a_torch_of_another_layout_is_told(lost: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The places are found by values; where one is not there, nothing is read."""
-    place = addresses._place
+    """The offsets are found by values; where one is missing, nothing is read."""
+    offset_of = addresses._offset_of
 
     def elsewhere(examples: Any, *reach: int) -> int:
         is_lost = len(examples) == 6 if lost == "keys" else len(examples[0][1]) == 4
-        return 0 if lost != "nothing" and is_lost else place(examples, *reach)
+        return 0 if lost != "nothing" and is_lost else offset_of(examples, *reach)
 
-    monkeypatch.setattr(addresses, "_place", elsewhere)
+    monkeypatch.setattr(addresses, "_offset_of", elsewhere)
     found = addresses.reader.__wrapped__()
     assert (found == "this version of torch is not understood") == (lost != "nothing")
 
 
 @pytest.mark.parametrize("where", ["meta", "fake", "simulated"])
-def test_the_places_are_those_of_real_tensors_wherever_they_are_looked_for(
-    where: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process looks for them once: those of a meta or fake tensor would make all its later steps slow."""
-    found, places = [], addresses._places
-    monkeypatch.setattr(addresses, "_places", lambda: found.append(places()) or found[-1])
+def test_the_offsets_are_those_of_real_tensors_in_every_mode(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process finds them once: those of a meta or fake tensor would make all its later steps slow."""
+    found, offsets = [], addresses._offsets
+    monkeypatch.setattr(addresses, "_offsets", lambda: found.append(offsets()) or found[-1])
     addresses.reader.__wrapped__()
     with contextlib.ExitStack() as modes:
         if where == "simulated":

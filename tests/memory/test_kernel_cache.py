@@ -644,8 +644,8 @@ assert param.tolist() == [-0.25] * 3
 
 @pytest.mark.usefixtures("no_reader")
 def test_another_layout_of_torchs_objects_has_another_reader(monkeypatch: pytest.MonkeyPatch) -> None:
-    flags, places = [], addresses._places()
-    assert places is not None
+    flags, offsets = [], addresses._offsets()
+    assert offsets is not None
 
     def note(_: str, given: list[str], *__: Any) -> None:
         flags.append(given)
@@ -653,7 +653,7 @@ def test_another_layout_of_torchs_objects_has_another_reader(monkeypatch: pytest
 
     monkeypatch.setattr(cache, "library", note)
     for keys_at in (200, 200, 208):
-        monkeypatch.setattr(addresses, "_places", lambda at=keys_at: {**places, "KEYS_AT": at})
+        monkeypatch.setattr(addresses, "_offsets", lambda at=keys_at: {**offsets, "KEYS_AT": at})
         addresses.reader.cache_clear()
         addresses.reader()
     assert flags[0] == flags[1] != flags[2]
