@@ -67,13 +67,9 @@ def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mappin
     for index, group in enumerate(state_dict["param_groups"]):
         names = group.get("param_names") or group["params"]
         for param, name in zip(group["params"], names, strict=False):
-            entries, base = state.get(param, {}), str(name)
-            seen[base] += 1
-            yield (
-                base if seen[base] == 1 else f"{base} ({seen[base]})",
-                index,
-                entries if isinstance(entries, Mapping) else {},
-            )
+            entries, key = state.get(param, {}), str(name)
+            seen[key] += 1
+            yield key if seen[key] == 1 else f"{key} ({seen[key]})", index, entries if isinstance(entries, Mapping) else {}
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
