@@ -250,7 +250,7 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
         for name in ("hostile.pt", "damaged.pt"):
             assert main(["inspect", name]) == 2
             printed = capsys.readouterr()
-            assert printed.err.startswith(f"compiled-optim inspect: {name} is damaged, or holds something else")
+            assert printed.err.startswith(f"compiled-optim inspect: {name} is damaged, or holds objects other than")
             assert printed.err.count("\n") == 1
             assert printed.out == ""
 

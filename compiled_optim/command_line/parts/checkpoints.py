@@ -50,11 +50,11 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
 def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
     from compiled_optim.convert import formats, whole
 
-    form, stored = formats.as_it_is(path, key, scratch, USUAL)
+    form, stored = formats.read_stored(path, key, scratch, USUAL)
     layout = formats.layout_of(stored)
     if layout is None:
         return Checkpoint(stored, form, stored, "")
-    convert = partial(formats.LAYOUTS[layout].ours, stored, whole.keeper(scratch))
+    convert = partial(formats.LAYOUTS[layout].decode, stored, whole.keeper(scratch))
     try:
         return Checkpoint(convert(lossy=False), layout, stored, "")
     except ValueError as error:
