@@ -22,20 +22,20 @@ KINDS = [*registry(), *COMBINED, co.mup.Adam, co.mup.AdamW, co.mup.SGD]
 
 
 def _explained(kind: type) -> dict[str, str]:
-    """By the names below ``Args:``, each name of a list of several too, what is said of them."""
+    """Return the text of each argument below ``Args:``; names of a list share theirs."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n)+)", inspect.cleandoc(kind.__doc__ or "") + "\n", re.MULTILINE)
     assert section is not None, kind
     listed = re.findall(r"^    (\w[\w, ]*): (\S.*\n(?:     .*\n)*)", section[1], re.MULTILINE)
-    return {name: said for names, said in listed for name in names.split(", ")}
+    return {name: text for names, text in listed for name in names.split(", ")}
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
 def test_every_argument_is_explained_in_a_line(kind: type[co.CompiledOptimizer]) -> None:
     common = _explained(co.CompiledOptimizer)
-    own = [name for name in inspect.signature(kind).parameters if name not in common]
-    said = _explained(kind)
-    assert sorted(said) == sorted(own)
-    assert [name for name, text in said.items() if text.count("\n") > 1] == []
+    specific = [name for name in inspect.signature(kind).parameters if name not in common]
+    explained = _explained(kind)
+    assert sorted(explained) == sorted(specific)
+    assert [name for name, text in explained.items() if text.count("\n") > 1] == []
     assert "help(compiled_optim.CompiledOptimizer)" in " ".join(kind.__doc__.split())
 
 
@@ -47,13 +47,15 @@ def test_the_common_arguments_are_those_of_an_elementwise_optimizer_that_decays_
 @pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
 def test_help_shows_functions_and_properties_that_it_explains(kind: type[co.CompiledOptimizer]) -> None:
     """And no attribute that only the package reads; names with two underscores are Python's."""
-    own = {
-        name: what
-        for name, what, _, _ in pydoc.classify_class_attrs(kind)
+    attributes = {
+        name: category
+        for name, category, _, _ in pydoc.classify_class_attrs(kind)
         if pydoc.visiblename(name, obj=kind) and not name.startswith("__") and name not in dir(torch.optim.Optimizer)
     }
-    assert {"hyperparameter", "grad_norm"} <= own.keys()
-    assert [name for name, what in own.items() if what == "data" or not pydoc.getdoc(getattr(kind, name))] == []
+    assert {"hyperparameter", "grad_norm"} <= attributes.keys()
+    assert [
+        name for name, category in attributes.items() if category == "data" or not pydoc.getdoc(getattr(kind, name))
+    ] == []
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda c: c.__qualname__)
