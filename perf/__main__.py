@@ -30,7 +30,7 @@ from perf.schedulers import measure_schedulers
 from perf.workloads import TINY, WORKLOADS, shapes
 
 REHEARSAL = {"workload": [TINY], "rounds": 2, "tries": 1, "competitors": [OURS, FUSED]}
-"""What ``--rehearse`` puts in the place of other arguments; competitors that were named stay."""
+"""The arguments that ``--rehearse`` sets instead of others. Competitors that were named stay."""
 
 DTYPES = {dtype_name(dtype): dtype for dtype in (torch.float32, torch.bfloat16)}
 
@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit status."""
     args = _parser().parse_args(arguments)
     if args.rehearse:
-        asked = getattr(args, "competitors", None)
-        vars(args).update(REHEARSAL | ({"competitors": asked} if asked else {}))
+        requested = getattr(args, "competitors", None)
+        vars(args).update(REHEARSAL | ({"competitors": requested} if requested else {}))
     if args.threads:
         torch.set_num_threads(args.threads)
     args.deadline = Deadline(args.seconds)
@@ -53,25 +53,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 FAILED = (checks.failed, workspaces.failed, train.failed, distributed.failed, results.says_failure)
-"""Whether a row tells of a failure, which is the command's."""
+"""Functions that return whether a row is a failure, with which the command fails too."""
 
 Measured: TypeAlias = Iterable[list[Row]]
 """Rows as soon as there are some."""
 
 
 def _saved(measure: Callable[[argparse.Namespace], Measured], title: str, *, alone: bool = True) -> Callable[..., int]:
-    """A command that shows and saves the rows of each moment at once, even if it is interrupted meanwhile.
+    """Return a command that shows and saves rows as soon as they are measured, even if it is interrupted.
 
     Args:
-        measure: yields them.
-        title: of a table.
-        alone: say so if other work runs here.
+        measure: yields the rows.
+        title: the title of a table.
+        alone: warn if other work runs on this machine.
     """
 
     def run(args: argparse.Namespace) -> int:
         if alone:
             _warn_if_busy()
-        bad = False
+        has_failed = False
         try:
             with postponed():
                 for rows in measure(args):
@@ -79,19 +79,19 @@ def _saved(measure: Callable[[argparse.Namespace], Measured], title: str, *, alo
                         where = f"{results.device_name(args.device)}, {torch.get_num_threads()} threads"
                         results.show(rows, f"{title} on {where}")
                         _save(rows, args)
-                    bad |= any(failed(row) for row in rows for failed in FAILED)
+                    has_failed |= any(failed(row) for row in rows for failed in FAILED)
         finally:
             end_mesh()
-        return 1 if bad else 0
+        return 1 if has_failed else 0
 
     return run
 
 
 def _step(args: argparse.Namespace) -> Measured:
     for workload in args.workload:
-        found, reasons = entered(args.optimizer, args.competitors, len(shapes(workload)))
+        entrants, reasons = entered(args.optimizer, args.competitors, len(shapes(workload)))
         options = {"rounds": args.rounds, "reasons": reasons, "deadline": args.deadline}
-        yield from measure_step(workload, args.optimizer, found, args.device, **options)
+        yield from measure_step(workload, args.optimizer, entrants, args.device, **options)
 
 
 def _first_step(args: argparse.Namespace) -> Measured:
@@ -157,7 +157,7 @@ def _train(args: argparse.Namespace) -> Measured:
 
 def _distributed(args: argparse.Namespace) -> Measured:
     if args.rehearse:
-        args.device = torch.device("cpu")  # of which there are enough
+        args.device = torch.device("cpu")  # which needs no GPU for each process
     options = {"processes": args.processes, "layouts": args.layouts, "deadline": args.deadline}
     return distributed.measure_distributed(args.device, size="small" if args.rehearse else args.model, **options)
 
@@ -209,7 +209,7 @@ def _report(args: argparse.Namespace) -> int:
 def _warn_if_busy() -> None:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > 0.5 * cores:
-        message = f"load average {load:.1f} on {cores} cores: other work runs here, the times will say so"
+        message = f"load average {load:.1f} on {cores} cores: other work runs here, and slows what is timed"
         print(message, file=sys.stderr)
 
 
@@ -231,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         "--seconds",
         type=float,
         default=math.inf,
-        help="after which nothing more begins, nor what would probably last longer",
+        help="limit: nothing begins after it, nor what would probably exceed it",
     )
     optimizer = argparse.ArgumentParser(add_help=False)
     optimizer.add_argument("--optimizer", choices=[*sorted(optimizers()), "muonadamw"], default="adamw")
@@ -273,7 +273,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     workloads(overhead, ["small-10", "small-148", "small-1000"])
     overhead.add_argument("--rounds", type=int, default=101)
-    overhead.add_argument("--against", type=Path, help="another checkout, whose steps of a GPU are timed in turn with these")
+    overhead.add_argument("--against", type=Path, help="another checkout, whose steps for GPUs are timed in turn with these")
 
     schedulers = command(
         "schedulers", _saved(_schedulers, "scheduler step"), "time a step of torch's schedulers over many groups", optimizer
@@ -281,7 +281,7 @@ def _parser() -> argparse.ArgumentParser:
     schedulers.add_argument("--rounds", type=int, default=21)
 
     bandwidth = command(
-        "bandwidth", _saved(_bandwidth, "bandwidth"), "how near a step comes to the speed of a copy", optimizer
+        "bandwidth", _saved(_bandwidth, "bandwidth"), "compare the bandwidth of a step with a copy's", optimizer
     )
     workloads(bandwidth, ["half-billion"])
     bandwidth.add_argument("--rounds", type=int, default=21)
@@ -380,10 +380,10 @@ def _parser() -> argparse.ArgumentParser:
     checked = command("gates", _gates, "check the promised numbers; exit status 1 if one is missed")
     benchmarks = ["step", "bandwidth", "first-step", "overhead", "schedulers"]
     checked.add_argument("--only", nargs="+", choices=benchmarks, default=benchmarks, help="the promises about these")
-    checked.add_argument("--tries", type=int, default=gates.TRIES, help="how often to measure what misses its limit")
-    told = command("report", _report, "write one HTML page of all that the tables hold, and of a training loop")
+    checked.add_argument("--tries", type=int, default=gates.TRIES, help="how often to measure after a missed limit")
+    told = command("report", _report, "write one HTML page of all tables, and of a training loop")
     told.add_argument(
-        "--optimizer", nargs="+", choices=sorted(optimizers()), default=["adamw"], help="whose tests must pass"
+        "--optimizer", nargs="+", choices=sorted(optimizers()), default=["adamw"], help="optimizers; their tests must pass"
     )
     told.add_argument("--steps", type=int, default=200, help="of the training loop")
     told.add_argument("--output", type=Path, default=Path("report.html"))

@@ -41,11 +41,11 @@ FAR: dict[str, Any] = {
     "centered": True,
     "decoupled_weight_decay": True,
 }
-"""Far from its default: what an optimizer with an argument of that name and kind is given."""
+"""Values far from defaults, for optimizers with an argument of that name and kind."""
 
 
 def far(cls: type[co.CompiledOptimizer]) -> dict[str, Any]:
-    """The optimizer's arguments, far from their defaults."""
+    """Return arguments of an optimizer that are far from their defaults."""
     defaults = {name: parameter.default for name, parameter in inspect.signature(cls).parameters.items()}
     return {name: value for name, value in FAR.items() if _same_kind(defaults.get(name), value)}
 
@@ -57,21 +57,21 @@ def _same_kind(default: Any, value: Any) -> bool:
 
 
 def runs(cls: type[co.CompiledOptimizer]) -> Iterator[tuple[dict[str, Any], str, torch.dtype]]:
-    """Arguments, lowering and dtype of each run of an optimizer."""
+    """Yield arguments, lowering and dtype of each run of an optimizer."""
     arguments = far(cls)
     for lowering in LOWERINGS:
         yield {"lr": FAR["lr"]}, lowering, torch.float32
         yield {**arguments, "maximize": True, "max_grad_norm": 2.0}, lowering, torch.float32
         for dtype in DTYPES:
             yield arguments, lowering, dtype
-        if lowering != "inductor" and "weights" in inspect.signature(cls).parameters:  # which takes long to compile them
+        if lowering != "inductor" and "weights" in inspect.signature(cls).parameters:  # Inductor takes long to compile them
             yield from (({**arguments, **stored}, lowering, torch.bfloat16) for stored in STORED)
 
 
 def digest(cls: type[co.CompiledOptimizer], options: dict[str, Any], lowering: str, dtype: torch.dtype) -> str:
-    """A hash of all parameters and their state after the steps, in which each gradient is absent every fourth time.
+    """Return a hash of all parameters and their state after steps in which each gradient is absent every fourth time.
 
-    What the optimizer says where it refuses the options.
+    If the optimizer refuses the options, it is the message.
     """
     torch.manual_seed(0)
     only_matrices = cls is co.SparseAdam or cls._granularity == "matrix"
@@ -81,7 +81,7 @@ def digest(cls: type[co.CompiledOptimizer], options: dict[str, Any], lowering: s
     groups = [{"params": named[:2]}, {"params": named[2:], "lr": 0.007}]
     try:
         optimizer = cls(groups, lowering=lowering, **options)
-    except ValueError as refusal:  # such as of 8 bits for what is no average
+    except ValueError as refusal:  # such as 8 bits for state that is no average
         return str(refusal)
     for step in range(STEPS):
         for i, param in enumerate(params):
@@ -94,7 +94,7 @@ def digest(cls: type[co.CompiledOptimizer], options: dict[str, Any], lowering: s
 
 
 def digest_of_closures(options: dict[str, Any]) -> str:
-    """A hash of what L-BFGS makes of a quadratic function."""
+    """Return a hash of the parameters after steps of L-BFGS on a quadratic function."""
     torch.manual_seed(0)
     params = [nn.Parameter(torch.randn(shape)) for shape in ((7, 3), (5,))]
     targets = [torch.randn_like(p) for p in params]
@@ -120,7 +120,7 @@ def _hash(tensors: list[Tensor]) -> str:
 
 
 def digests(names: Sequence[str] = ()) -> Iterator[tuple[str, str]]:
-    """Every run's name and digest: of the named optimizers, or of all."""
+    """Yield name and digest of every run of the named optimizers, or of all."""
     for name in names or sorted(co.__all__):
         cls = getattr(co, name)
         if not isinstance(cls, type) or not issubclass(cls, co.CompiledOptimizer) or cls is co.CompiledOptimizer:

@@ -1,4 +1,4 @@
-"""Runs commands one after another, each until a time that was set before, whatever becomes of it."""
+"""Commands that run one after another, each until a time that was set before, even if others fail."""
 
 from __future__ import annotations
 
@@ -17,42 +17,42 @@ from perf import STARTED
 
 ROOT = Path(__file__).resolve().parent.parent
 GRACE = 20.0
-"""Seconds between the interrupt of a command that is late, for it to write what it has, and its end."""
+"""Seconds between the interrupt of a late command and its end, in which it writes its results."""
 INTERRUPTED = "interrupted"
-"""The failure of a part where somebody interrupted the whole."""
+"""The failure of a part if the user interrupted the whole."""
 
 LEFT = "LEFT"
-"""In a command: the seconds that it has until it is interrupted."""
+"""The word of a command that stands for the seconds until its interrupt."""
 
 
 class Deadline:
-    """The end of a command's time. Another piece of it may begin if one as long as the longest would end before."""
+    """The end of a command's time. A piece may begin if it would end before, were it as long as the longest so far."""
 
     def __init__(self, seconds: float = math.inf, started: float = STARTED) -> None:
         self._end = started + seconds
         self._longest = 0.0
 
     def is_over(self) -> bool:
-        """Whether no time is left."""
+        """Return whether no time is left."""
         return time.monotonic() > self._end
 
     def allows_another(self) -> bool:
-        """Whether another piece may begin."""
+        """Return whether another piece may begin."""
         return time.monotonic() + self._longest <= self._end
 
     @contextlib.contextmanager
     def piece(self) -> Iterator[None]:
-        """Count a piece, which happens inside; one that fails early says nothing about others."""
-        begun = time.monotonic()
+        """Time a piece, which runs inside. A piece that fails does not count."""
+        started = time.monotonic()
         yield
-        self._longest = max(self._longest, time.monotonic() - begun)
+        self._longest = max(self._longest, time.monotonic() - started)
 
 
 @dataclass(frozen=True)
 class Part:
-    """A command of Python's and the seconds it may take, ``GRACE`` among them; by default it is its own name.
+    """Arguments of Python, and the seconds they may take, ``GRACE`` included. The name is by default the command.
 
-    ``shows_fault`` is whether it is there to show a fault, so that its failure is none of the whole.
+    ``shows_fault``: it demonstrates a fault, so its failure is no failure of the whole.
     """
 
     seconds: float
@@ -67,7 +67,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a part; ``failure`` is empty if there was none."""
+    """The outcome of a part. ``failure`` is empty if it succeeded."""
 
     part: Part
     seconds: float
@@ -79,18 +79,18 @@ class Outcome:
 
 
 def run(parts: Sequence[Part], log: Path, started: float, grace: float = GRACE) -> Iterator[Outcome]:
-    """Run ``parts``, one for each outcome that is asked for, and append what they print to ``log``.
+    """Run the next of ``parts`` for each outcome that is requested, and append their output to ``log``.
 
-    A part may use what the parts before it left of their time; it never takes time from those behind it. An interrupt is
-    handed on to the part that runs, and no other part begins.
+    A part may use the time that earlier parts left, but none of later ones. An interrupt goes to the running part, and no
+    other part begins.
 
     Args:
         parts: to run in this order.
         log: the file.
-        started: when the time of the first part began, by ``time.monotonic``.
+        started: the beginning of the first part's time, by ``time.monotonic``.
         grace: see ``GRACE``.
     """
-    # A shell has commands in its background ignore interrupts, and they would inherit that.
+    # Commands in a shell's background ignore interrupts, and the parts would inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     end = started
     for part in parts:
@@ -102,8 +102,8 @@ def run(parts: Sequence[Part], log: Path, started: float, grace: float = GRACE) 
 
 
 def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
-    begun = time.monotonic()
-    limit = max(0.0, end - grace - begun)
+    started = time.monotonic()
+    limit = max(0.0, end - grace - started)
     command = [f"{limit:.0f}" if word == LEFT else word for word in part.command]
     with log.open("a") as output:
         print("$ python", *command, file=output, flush=True)
@@ -126,12 +126,12 @@ def _run(part: Part, log: Path, end: float, grace: float) -> Outcome:
             process.wait(max(0.0, min(end, time.monotonic() + grace) - time.monotonic()))
     finally:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)  # with what it has started
+            os.killpg(process.pid, signal.SIGKILL)  # and the processes that it started
         process.wait()
     printed = log.read_bytes()[printed_before:].decode(errors="replace")
-    return Outcome(part, time.monotonic() - begun, failure, printed)
+    return Outcome(part, time.monotonic() - started, failure, printed)
 
 
 def _path(part: Part) -> str:
-    """This checkout, before whatever else the part may import from."""
+    """Return the import path of a part, with this checkout first."""
     return os.pathsep.join(filter(None, [str(ROOT), part.environment.get("PYTHONPATH", os.getenv("PYTHONPATH", ""))]))

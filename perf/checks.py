@@ -1,4 +1,4 @@
-"""What a GPU alone shows: huge tensors, long captured runs, faults of memory; the host's time, and kernels."""
+"""Checks that need a GPU: huge tensors, long captured runs, faults of memory; the host's time, and kernels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ODD = "odd shapes"
 HUGE = 2**31 + 5000
 WINDOW = 4096
 CODES = 2**-6
-"""How far a weight may be off after two steps with codes: groups begin elsewhere, and each tensor has its own thresholds."""
+"""The largest difference of a weight after two steps with codes: groups begin at other elements, thresholds differ."""
 
 
 def _row(
@@ -40,12 +40,12 @@ def _row(
 
 
 def failed(row: Row) -> bool:
-    """Whether a check found what it should not: a bit that differs, with int8 more than codes may."""
+    """Return whether a check failed: a bit differs, or with int8 more than codes may differ."""
     return row.benchmark == "checks" and row.n > 0 and row.p50 > (CODES if "int8" in row.workload else 0)
 
 
 def huge(device: torch.device, count: int) -> Iterator[list[Row]]:
-    """How far a step of ``count`` elements is from one of few, at both ends and in the middle; in three forms of storage."""
+    """Measure how a step of ``count`` elements differs from small ones, at both ends and in the middle, by precision."""
     windows = [slice(0, WINDOW), slice(count // 2, count // 2 + WINDOW), slice(count - WINDOW, count)]
     windows += [slice(2**31 - WINDOW // 2, 2**31 + WINDOW // 2)] if count > 2**31 else []
     forms = {"float32": {}, "bfloat16": {}, "split8, int8": {"weights": "split8", "state_dtype": "int8"}}
@@ -72,7 +72,7 @@ def _difference(
 
 
 def long_run(device: torch.device, steps: int) -> Iterator[list[Row]]:
-    """How far training with a captured step is from training without, with a schedule, clipping and infinite batches."""
+    """Measure how training with a captured step differs from uncaptured, with schedule, clipping and infinite batches."""
     with let_in():
         ends = [_weights_after(device, steps, captured) for captured in (False, True)]
     far = float((ends[0] - ends[1]).abs().max())
@@ -102,7 +102,7 @@ def _weights_after(device: torch.device, steps: int, captured: bool) -> Tensor:
 
 
 def sanitized(device: torch.device, tool: str = "compute-sanitizer") -> Iterator[list[Row]]:
-    """Whether compute-sanitizer finds nothing in :mod:`perf.odd_steps`, which without it are only taken."""
+    """Run :mod:`perf.odd_steps` under compute-sanitizer, or without it if it is not installed."""
     command = [sys.executable, "-m", "perf.odd_steps", str(device)]
     if shutil.which(tool) is None:
         yield left_out("checks", ODD, "adamw", {tool: f"{tool} is not installed"})
@@ -110,7 +110,7 @@ def sanitized(device: torch.device, tool: str = "compute-sanitizer") -> Iterator
     else:
         command = [tool, "--tool", "memcheck", "--error-exitcode", "9", *command]
     try:
-        with let_in(), subprocess.Popen(command, cwd=Path(__file__).parents[1]) as process:  # which prints as it goes on
+        with let_in(), subprocess.Popen(command, cwd=Path(__file__).parents[1]) as process:  # it prints directly
             try:
                 status = process.wait()
             finally:
@@ -125,14 +125,14 @@ HOST = (OURS, CAPTURED, FUSED, SHARDED, f"{FUSED}[DTensor]")
 
 
 def measure_host(workload: str, device: torch.device, *, rounds: int) -> Iterator[list[Row]]:
-    """Microseconds until the call of a step returns, while the device has nothing to do; see :data:`HOST`."""
+    """Measure microseconds until the call of a step returns, on an idle device, for :data:`HOST`."""
     grads = make_gradients(shapes(workload), device, 1)
     for name in HOST:
         samples: list[float] = []
         try:
             with let_in():
                 entrant = enter(competitor("adamw", name), make_params(shapes(workload), device), grads)
-        except Exception as error:  # of torch's, too, where processes do not find each other
+        except Exception as error:  # torch raises, too, if it cannot start a process group
             traceback.print_exc()
             yield left_out("host", workload, "adamw", {name: reason(error)})
             continue
@@ -154,30 +154,30 @@ def _time_calls(entrant: Entrant, grads: Sequence[Tensor], device: torch.device,
 def measure_kernels(
     workload: str, optimizer: str, competitors: Sequence[str], device: torch.device, *, rounds: int
 ) -> Iterator[list[Row]]:
-    """What torch.profiler says of the kernels of a step: microseconds; of AdamW also GB/s of what it must move."""
+    """Measure microseconds of the kernels of a step by torch.profiler; of AdamW also GB/s of the bytes that it must move."""
     grads = make_gradients(shapes(workload), device, 1)
     for name in (OURS, *competitors):
         try:
             with let_in():
                 events = _profiled(competitor(optimizer, name), workload, device, grads, rounds)
-        except Exception as error:  # packages raise what they like
+        except Exception as error:  # packages may raise any
             traceback.print_exc()
             yield left_out("kernels", workload, optimizer, {name: reason(error)})
             continue
-        found = sorted((e for e in events if e[1] > 0), key=lambda e: -e[1])[:8]
-        rows = [_row("kernels", workload, name, f"{key[:60]}, {n:g} launches", "us", [t], optimizer) for key, t, n in found]
-        if found and optimizer == "adamw":
-            moved = 28 * elements(workload) / sum(t for _, t, _ in events) / 1e3
-            rows.append(_row("kernels", workload, name, f"all kernels, {dtype_name(torch.float32)}", "GB/s", [moved]))
+        most = sorted((e for e in events if e[1] > 0), key=lambda e: -e[1])[:8]
+        rows = [_row("kernels", workload, name, f"{key[:60]}, {n:g} launches", "us", [t], optimizer) for key, t, n in most]
+        if most and optimizer == "adamw":
+            bandwidth = 28 * elements(workload) / sum(t for _, t, _ in events) / 1e3
+            rows.append(_row("kernels", workload, name, f"all kernels, {dtype_name(torch.float32)}", "GB/s", [bandwidth]))
         yield rows
 
 
 def _profiled(
-    made: Competitor, workload: str, device: torch.device, grads: Sequence[Tensor], rounds: int
+    entered: Competitor, workload: str, device: torch.device, grads: Sequence[Tensor], rounds: int
 ) -> list[tuple[str, float, float]]:
-    """The name of each kernel of a step, its microseconds, and how often it runs."""
+    """Return the name of each kernel of a step, its microseconds, and its number of launches."""
     activity = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
-    entrant = enter(made, make_params(shapes(workload), device), grads)
+    entrant = enter(entered, make_params(shapes(workload), device), grads)
     with torch.profiler.profile(activities=[activity]) as profile:
         for _ in range(rounds):
             entrant.take(grads, "same")

@@ -35,40 +35,40 @@ HYPERPARAMETERS: dict[str, dict[str, Any]] = {
     "adamw": {"lr": 1e-3, "weight_decay": 1e-2},
     "sgd": {"lr": 1e-3, "momentum": 0.9},
 }
-"""Given to all that take them, where the defaults differ or would benchmark an optimizer that nobody uses."""
+"""Arguments for all that take them, where defaults differ, or would benchmark an unusual optimizer."""
 
 SLOW_TO_COMPILE = 148
-"""Tensors beyond which torch.compile of torch.optim's step is not tried unasked: it unrolls, and takes many minutes."""
+"""Tensors beyond which torch.optim's step is compiled only if it is named: torch.compile unrolls it, which takes minutes."""
 
 
 @dataclass(frozen=True)
 class Peer:
     """A way to make optimizers from a package's classes."""
 
-    module: str  # that has the classes
+    module: str  # the module of the classes
     options: Mapping[str, Any] = field(default_factory=dict)
-    named: str = "{}"  # how it names a class that is named {} here; case does not count
-    others: Mapping[str, str] = field(default_factory=dict)  # names that follow no pattern, by ours
+    named: str = "{}"  # its name of a class that is called {} here; case does not count
+    others: Mapping[str, str] = field(default_factory=dict)  # names that follow no pattern, by this package's
     compiled: bool = False  # whether the user compiles its step with torch.compile
-    finish: Callable[[Any], object] = lambda optimizer: None  # what a user does with it then; may return what steps instead
-    tensors: float = math.inf  # the most that it is given unasked
+    finish: Callable[[Any], object] = lambda optimizer: None  # a user's further call; may return another object with a step
+    tensors: float = math.inf  # the most, unless it is named
     dtype: torch.dtype = torch.float32
-    spoils_gradients: bool = False  # whether it writes to them
-    given: Callable[[Sequence[Tensor]], dict[str, Any]] = lambda params: {"params": params}  # further arguments
-    place: Callable[[Tensor], Tensor] = lambda tensor: tensor  # what parameters and gradients are given as
-    only_named: bool = False  # whether it is left out unless it is asked for
-    note: str = ""  # what makes its times hard to compare
+    spoils_gradients: bool = False  # whether it writes to gradients
+    arguments: Callable[[Sequence[Tensor]], dict[str, Any]] = lambda params: {"params": params}  # with further ones
+    wrap: Callable[[Tensor], Tensor] = lambda tensor: tensor  # applied to parameters and gradients
+    only_named: bool = False  # whether it is left out unless it is named
+    note: str = ""  # why its times are hard to compare
 
     def find(self, optimizer: str) -> type[Optimizer]:
-        """Its class for an optimizer's lower-case name.
+        """Return its class for an optimizer's lower-case name.
 
         Raises:
             ImportError: its package is not installed, or cannot be imported here.
-            LookupError: it has no such class of its own.
+            LookupError: it defines no such class.
         """
         wanted = self.others.get(optimizer, self.named.format(optimizer)).lower()
         module = importlib.import_module(self.module)
-        is_torch = self.module.startswith("torch.")  # others have torch.optim's classes beside their own
+        is_torch = self.module.startswith("torch.")  # others export torch.optim's classes, too
         for name in (name for name in dir(module) if name.lower() == wanted):
             value = getattr(module, name)
             if isinstance(value, type) and value.__module__.startswith("torch.") == is_torch:
@@ -82,7 +82,7 @@ def _compile_foreach(optimizer: Any) -> None:
 
 
 def _multiply_in_torch(optimizer: Any) -> None:
-    """Let the kernels of matrices be compiled with torch's products alone, where others would be symmetric products."""
+    """Let the kernels of matrices be compiled with torch's products alone, without symmetric products."""
 
     def compiling(compile_all: Callable[[], None]) -> None:
         with mock.patch.dict(symmetric.TILINGS, clear=True), mock.patch.object(looped, "_kernels", {}):
@@ -93,7 +93,7 @@ def _multiply_in_torch(optimizer: Any) -> None:
 
 
 def named(params: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Parameters with the names of a transformer's: matrices whose sides are multiples of each other are hidden layers'."""
+    """Give parameters a transformer's names: matrices of which one side is a multiple of the other are hidden layers."""
 
     def name(index: int, param: Tensor) -> str:
         if param.dim() < 2:
@@ -104,7 +104,7 @@ def named(params: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
 
 
 def _split(params: Sequence[Tensor]) -> dict[str, Any]:
-    """Three parts of the matrices that have queries, keys and values; two of all where there are none."""
+    """Split matrices of queries, keys and values in three; if no parameter is one, split all in two."""
     both = [(f"{'packed' if p.shape[0] == 3 * p.shape[-1] else 'other'}.{i}", p) for i, p in enumerate(params)]
     packed = any(name.startswith("packed") for name, _ in both)
     return {"params": both, "split": {"packed*": 3} if packed else {"*": 2}}
@@ -112,7 +112,7 @@ def _split(params: Sequence[Tensor]) -> dict[str, Any]:
 
 @functools.cache
 def _mesh(kind: str) -> Any:
-    """A mesh of this process alone."""
+    """Return a mesh of this process alone."""
     from torch import distributed
 
     backend = "nccl" if kind == "cuda" else "gloo"
@@ -129,11 +129,11 @@ def end_mesh() -> None:
 
 
 def _sharded(tensor: Tensor) -> Tensor:
-    """A DTensor on this process's memory, sharded over a mesh of one."""
+    """Return a DTensor on this process's memory, sharded over a mesh of one."""
     from torch.distributed.tensor import DTensor, Shard
 
-    made = DTensor.from_local(tensor.detach(), _mesh(tensor.device.type), [Shard(0)], run_check=False)
-    return made.requires_grad_(tensor.requires_grad)
+    result = DTensor.from_local(tensor.detach(), _mesh(tensor.device.type), [Shard(0)], run_check=False)
+    return result.requires_grad_(tensor.requires_grad)
 
 
 _COMPILED = {"compiled": True, "tensors": SLOW_TO_COMPILE}
@@ -148,8 +148,8 @@ PEERS: dict[str, Peer] = {
     ),
     WATCHED: Peer("compiled_optim", finish=lambda optimizer: optimizer.watch_health()),
     CAPTURED: Peer("compiled_optim", finish=compiled_optim.CUDAGraphRunner, only_named=True),
-    SHARDED: Peer("compiled_optim", place=_sharded, only_named=True),
-    SPLIT: Peer("compiled_optim", named="", others={"muon": "Muon", "normuon": "NorMuon"}, given=_split),
+    SHARDED: Peer("compiled_optim", wrap=_sharded, only_named=True),
+    SPLIT: Peer("compiled_optim", named="", others={"muon": "Muon", "normuon": "NorMuon"}, arguments=_split),
     STORED: Peer(
         "compiled_optim",
         {"weights": "split8", "state_dtype": "int8"},
@@ -158,7 +158,7 @@ PEERS: dict[str, Peer] = {
         note="parameters and gradients in bfloat16, state in codes: moves fewer bytes",
     ),
     FUSED: Peer("torch.optim", {"fused": True}),
-    f"{FUSED}[DTensor]": Peer("torch.optim", {"fused": True}, place=_sharded, only_named=True),
+    f"{FUSED}[DTensor]": Peer("torch.optim", {"fused": True}, wrap=_sharded, only_named=True),
     "torch Muon and fused AdamW": Peer("perf.pairs", note="two optimizers"),
     "torch foreach": Peer("torch.optim", {"foreach": True}),
     "torch foreach capturable": Peer("torch.optim", {"foreach": True, "capturable": True}),
@@ -203,22 +203,22 @@ PEERS: dict[str, Peer] = {
         note="parameters, gradients and state in bfloat16: moves half the bytes",
     ),
 }
-"""By name, this package's first."""
+"""The peers by name, this package's first."""
 
 
 @dataclass(frozen=True)
 class Competitor:
-    """A named way to make an optimizer for some parameters, which have a ``dtype``."""
+    """A named way to make an optimizer for parameters of a ``dtype``."""
 
     name: str
     make: Callable[[Sequence[Tensor]], Any]
     dtype: torch.dtype = torch.float32
     spoils_gradients: bool = False
-    place: Callable[[Tensor], Tensor] = lambda tensor: tensor  # what parameters and gradients are given as
+    wrap: Callable[[Tensor], Tensor] = lambda tensor: tensor  # applied to parameters and gradients
 
 
 def exported() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
-    """The package's optimizers by lower-case name, but for MuonAdamW, which combines two and needs names."""
+    """Return the package's optimizers by lower-case name, except MuonAdamW, which combines two and needs names."""
     public = [getattr(compiled_optim, name) for name in compiled_optim.__all__]
     classes = [c for c in public if isinstance(c, type) and issubclass(c, compiled_optim.CompiledOptimizer)]
     left_out = (compiled_optim.CompiledOptimizer, compiled_optim.MuonAdamW)
@@ -226,9 +226,9 @@ def exported() -> dict[str, type[compiled_optim.CompiledOptimizer]]:
 
 
 def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer] | None]]:
-    """By lower-case name: each optimizer of this package, and torch.optim's where it has it.
+    """Return each optimizer of this package, and torch.optim's or None, by lower-case name.
 
-    Those left out, of sparse gradients and of closures, step from something else than a dense gradient per parameter.
+    Those of sparse gradients and of closures are left out: they do not step from a dense gradient per parameter.
     """
     return {
         name: (ours, getattr(torch.optim, ours.__name__, None))
@@ -238,7 +238,7 @@ def optimizers() -> dict[str, tuple[type[Optimizer], type[Optimizer] | None]]:
 
 
 def arguments(optimizer: type[Optimizer], name: str = "") -> dict[str, Any]:
-    """The hyperparameters that a class is given as the optimizer ``name``, by default its own."""
+    """Return the hyperparameters for a class as the optimizer ``name``, by default its own name."""
     parameters = list(inspect.signature(optimizer).parameters.values())[1:]
     required = [p.name for p in parameters if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
     common = HYPERPARAMETERS.get(name or optimizer.__name__.lower(), {})
@@ -246,12 +246,12 @@ def arguments(optimizer: type[Optimizer], name: str = "") -> dict[str, Any]:
 
 
 def competitor(optimizer: str, name: str, *, traced: bool = False) -> Competitor:
-    """The competitor ``name`` for ``optimizer``; whether it works on a device is another question.
+    """Return the competitor ``name`` for ``optimizer``. It may not work on every device.
 
     Args:
         optimizer: lower-case name.
         name: of :data:`PEERS`.
-        traced: leave the step as it is where the user compiles it, since it is called in a compiled function.
+        traced: do not compile the step for the user, since it is called in a compiled function.
 
     Raises:
         ImportError: its package is not installed, or cannot be imported here.
@@ -259,38 +259,38 @@ def competitor(optimizer: str, name: str, *, traced: bool = False) -> Competitor
     """
     peer = PEERS[name]
     cls = peer.find(optimizer)
-    given = {**arguments(cls, optimizer), **peer.options}
+    options = {**arguments(cls, optimizer), **peer.options}
 
     def make(params: Sequence[Tensor]) -> Any:
-        own = peer.given(params)
+        further = peer.arguments(params)
         if issubclass(cls, compiled_optim.MuonAdamW):
-            own["params"] = named(params)
+            further["params"] = named(params)
         elif "stacks" in inspect.signature(cls).parameters and any(param.dim() > 2 for param in params):
-            own |= {"params": [(f"experts.{index}", param) for index, param in enumerate(params)], "stacks": ["*"]}
-        made = cls(own.pop("params"), **own, **given)
-        made = peer.finish(made) or made
+            further |= {"params": [(f"experts.{index}", param) for index, param in enumerate(params)], "stacks": ["*"]}
+        instance = cls(further.pop("params"), **further, **options)
+        instance = peer.finish(instance) or instance
         if peer.compiled and not traced:
-            step = with_own_code(made.step.__func__)  # type: ignore[attr-defined]
-            made.step = torch.compile(types.MethodType(step, made))  # type: ignore[assignment, method-assign]
-        return made
+            step = with_own_code(instance.step.__func__)  # type: ignore[attr-defined]
+            instance.step = torch.compile(types.MethodType(step, instance))  # type: ignore[assignment, method-assign]
+        return instance
 
-    return Competitor(name, make, peer.dtype, peer.spoils_gradients, peer.place)
+    return Competitor(name, make, peer.dtype, peer.spoils_gradients, peer.wrap)
 
 
 def entered(
     optimizer: str, names: Sequence[str] = (), tensors: int = 0, *, traced: bool = False
 ) -> tuple[list[Competitor], dict[str, str]]:
-    """The competitors for an optimizer, or those of ``names`` and this package's default, and why others cannot be.
+    """Return this package's default and the competitors ``names``, and the reasons why others cannot run.
 
-    Without ``names`` they are all that have it; torch.optim's own choice only where it takes no other.
+    Without ``names`` all that have the optimizer enter; torch.optim's default only if it takes no other.
 
     Args:
         optimizer: lower-case name.
-        names: of :data:`PEERS`, in the order in which they are to be timed.
-        tensors: how many there are to step.
+        names: of :data:`PEERS`, in the order of their timing.
+        tensors: the number of tensors to step.
         traced: see :func:`competitor`.
     """
-    found, reasons = [], {}
+    competitors, reasons = [], {}
     for name in dict.fromkeys([OURS, *names]) if names else [name for name, peer in PEERS.items() if not peer.only_named]:
         peer = PEERS[name]
         try:
@@ -307,22 +307,22 @@ def entered(
         if not names and tensors > peer.tensors:
             reasons[name] = f"compiling more than {peer.tensors} tensors takes long; ask with --competitors"
         else:
-            found.append(competitor(optimizer, name, traced=traced))
-    return found, reasons
+            competitors.append(competitor(optimizer, name, traced=traced))
+    return competitors, reasons
 
 
 def reason(error: Exception) -> str:
-    """Why a competitor does not run: the first line of what it said."""
+    """Return why a competitor does not run: the first line of its error."""
     if isinstance(error, ModuleNotFoundError):
         return f"{error.name} is not installed"
-    said = next(iter(str(error).strip().splitlines()), "")
-    return said if isinstance(error, LookupError) and said else f"{type(error).__name__}: {said[:100]}".rstrip(": ")
+    line = next(iter(str(error).strip().splitlines()), "")
+    return line if isinstance(error, LookupError) and line else f"{type(error).__name__}: {line[:100]}".rstrip(": ")
 
 
 def with_own_code(function: Any) -> Any:
-    """A copy of a function with its own code, and of those it wraps.
+    """Copy a function, its code, and the functions that it wraps.
 
-    A call of a compiled function checks the guards of all others that have its code.
+    A call of a compiled function checks the guards of all others with the same code.
     """
     cells = tuple(
         types.CellType(with_own_code(cell.cell_contents)) if isinstance(cell.cell_contents, types.FunctionType) else cell

@@ -32,10 +32,10 @@ _LR = 1e-4
 def measure_training_step(
     device: torch.device, *, rounds: int, names: Sequence[str] = (), warmup: int = 10, deadline: Deadline | None = None
 ) -> Iterator[list[Row]]:
-    """A whole training step of the demo's model: forward, backward, step and ``zero_grad``.
+    """Measure a whole training step of the demo's model: forward, backward, step and ``zero_grad``.
 
-    This package's steps and those of torch.optim that users compile are in the compiled function, one graph with this
-    package's. Other optimizers step behind it, as their users call them. On a GPU also with ``mode="reduce-overhead"``, the
+    This package's steps and those of torch.optim that users compile are in the compiled function, this package's in one
+    graph. Other optimizers step behind it, as their users call them. On a GPU also with ``mode="reduce-overhead"``, the
     compiler's own CUDA graphs. On a CPU times are those of processors.
     """
     generator = torch.Generator().manual_seed(0)
@@ -67,11 +67,11 @@ def _measured(
 
 
 def _trainer(made: Competitor, device: torch.device, mode: str) -> Callable[..., Tensor]:
-    """A training step of a model of its own."""
+    """Return a training step of a new model."""
     torch.manual_seed(0)
     model = VisionTransformer().to(device, made.dtype)
     optimizer = made.make(parameter_groups(model))
-    is_own, is_compiled = PEERS[made.name].module == OURS, PEERS[made.name].compiled
+    is_ours, is_compiled = PEERS[made.name].module == OURS, PEERS[made.name].compiled
 
     def backward(pixels: Tensor, digits: Tensor) -> Tensor:
         loss = functional.cross_entropy(model(pixels.to(made.dtype)), digits)
@@ -84,8 +84,8 @@ def _trainer(made: Competitor, device: torch.device, mode: str) -> Callable[...,
         optimizer.zero_grad()
         return loss
 
-    if is_own or is_compiled:
-        return _compiled(step, mode, fullgraph=is_own)
+    if is_ours or is_compiled:
+        return _compiled(step, mode, fullgraph=is_ours)
     backward = _compiled(backward, mode, fullgraph=True)
     return step
 
@@ -99,7 +99,7 @@ def measure_compiled_step(
     modes: Sequence[str] = (),
     deadline: Deadline | None = None,
 ) -> Iterator[list[Row]]:
-    """The step alone, compiled, with gradients that stay where they are."""
+    """Measure the step alone, compiled, with gradients whose addresses stay."""
     sizes = shapes(workload)
     grads = make_gradients(sizes, device, seed=1)
 

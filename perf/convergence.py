@@ -1,7 +1,7 @@
-"""Whether training with low precision ends as well as in float32: :func:`measure_convergence`.
+"""Final losses of training with low precision and in float32: :func:`measure_convergence`.
 
 Both sides have the same hyperparameters, batches and first weights. The claim is about the storage of weights and state, and
-about the ends of runs.
+about final losses.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PRECISIONS: dict[str, dict[str, Any]] = {
     "kahan, bfloat16": {"weights": "kahan", "state_dtype": torch.bfloat16},
     "stochastic, bfloat16": {"weights": "stochastic", "state_dtype": torch.bfloat16},
 }
-"""By name, the options of an optimizer for bfloat16 parameters, besides float32 ones."""
+"""The options of an optimizer for bfloat16 parameters by name, and of one for float32."""
 
 QUANTILE = 1.895  # of Student's t with 7 degrees of freedom: 95 %
 CONTEXT, BATCH, WIDTH = 64, 16, 64
@@ -44,14 +44,14 @@ class LanguageModel(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.characters, self.places = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
+        self.characters, self.positions = nn.Embedding(128, WIDTH), nn.Embedding(CONTEXT, WIDTH)
         self.mixed = nn.Conv1d(WIDTH, WIDTH, 4)
         self.blocks = nn.ModuleList(Causal(WIDTH) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 128)
 
     def forward(self, text: Tensor) -> Tensor:
-        """The logits ``(batch, characters, 128)`` for what follows each character."""
-        tokens = self.characters(text) + self.places.weight
+        """Return the logits ``(batch, characters, 128)`` of the next characters."""
+        tokens = self.characters(text) + self.positions.weight
         tokens = tokens + self.mixed(functional.pad(tokens.transpose(1, 2), (3, 0))).transpose(1, 2)
         for block in self.blocks:
             tokens = block(tokens)
@@ -59,7 +59,7 @@ class LanguageModel(nn.Module):
 
 
 class Causal(nn.Module):
-    """Self-attention to what came before, and a perceptron."""
+    """Self-attention to earlier tokens, and a perceptron."""
 
     def __init__(self, width: int, heads: int = 4) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Causal(nn.Module):
         self.perceptron = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """``tokens``, with what they have learned."""
+        """Return ``tokens`` plus the outputs of both parts."""
         packed = self.packed(self.attention_norm(tokens))
         queries, keys, values = packed.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         heads = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
@@ -78,7 +78,7 @@ class Causal(nn.Module):
 
 
 def _text(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Batch]]:
-    """Python's own documentation; its last tenth is for the final loss."""
+    """Return the task on Python's documentation, whose last tenth is for the final loss."""
     text = torch.tensor(list("".join(topics.values()).encode("ascii", "replace")))
     limit = len(text) * 9 // 10
     generator = torch.Generator().manual_seed(seed)
@@ -93,7 +93,7 @@ def _text(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Batch
 
 
 def _digits(steps: int, seed: int) -> tuple[nn.Module, Iterator[Batch], list[Batch]]:
-    """The images and the model of the demo."""
+    """Return the task on the images and the model of the demo."""
     train, test = digits.load()
     epochs = -(-steps // digits.batches_per_epoch(train))
     batches = digits.batches(train, epochs, torch.Generator().manual_seed(seed))
@@ -106,9 +106,9 @@ TASKS: dict[str, Task] = {"digits": _digits, "text": _text}
 def trained(
     task: str, seed: int, steps: int, make: Callable[[nn.Module], Any], lr: float, dtype: torch.dtype = torch.float32
 ) -> tuple[list[float], float]:
-    """The loss of each step, and at the end on what was held back, in nats. The learning rate rises to ``lr`` and falls."""
+    """Train, and return the loss of each step and the final held-out loss, in nats. The rate rises to ``lr`` and falls."""
     torch.manual_seed(seed)
-    model, batches, held_back = TASKS[task](steps, seed)
+    model, batches, held_out = TASKS[task](steps, seed)
     model = model.to(dtype)
     optimizer = make(model)
     optimizer.schedule(lr=lambda step: lr * torch.minimum(step / (0.1 * steps), (1.02 - step / steps) / 0.9))
@@ -126,11 +126,11 @@ def trained(
         optimizer.zero_grad()
         losses.append(loss.item())
     with torch.no_grad():
-        return losses, sum(loss_of(batch).item() for batch in held_back) / len(held_back)
+        return losses, sum(loss_of(batch).item() for batch in held_out) / len(held_out)
 
 
 def final_loss(task: str, precision: str, seed: int, steps: int) -> float:
-    """The loss on what was held back, in nats, after ``steps`` of AdamW whose learning rate rises and falls."""
+    """Return the held-out loss, in nats, after ``steps`` of AdamW whose learning rate rises and falls."""
 
     def make(model: nn.Module) -> co.AdamW:
         return co.AdamW(model.named_parameters(), lr=0.0, weight_decay=0.1, **PRECISIONS[precision])
@@ -140,13 +140,13 @@ def final_loss(task: str, precision: str, seed: int, steps: int) -> float:
 
 
 def bound(differences: Sequence[float]) -> float:
-    """Below which the mean difference is, one-sided, with a confidence of 95 % for eight of them."""
+    """Return the upper bound of the mean difference, one-sided, with a confidence of 95 % for eight differences."""
     values = torch.tensor(differences, dtype=torch.float64)
     return (values.mean() + QUANTILE * values.std() / math.sqrt(len(values))).item()
 
 
 def measure_convergence(task: str, *, steps: int, seeds: Sequence[int] = SEEDS) -> Iterator[list[Row]]:
-    """Final losses of every precision over the seeds, how much they are above float32's, and the bound of that."""
+    """Measure final losses of every precision over the seeds, their excess over float32's, and its bound."""
     losses: dict[str, list[float]] = {name: [] for name in PRECISIONS}
     for name, values in losses.items():
         take = functools.partial(_train, task, name, seeds, steps, values)
@@ -168,6 +168,6 @@ def _rows(workload: str, name: str, values: Sequence[float], full: Sequence[floa
         if len(above) > 1:
             metrics["above float32, at most (95 %)"] = (bound(above),) * 3
     return [
-        Row("convergence", workload, "adamw", name, metric, "nats", *found, None, len(values))
-        for metric, found in metrics.items()
+        Row("convergence", workload, "adamw", name, metric, "nats", *numbers, None, len(values))
+        for metric, numbers in metrics.items()
     ]

@@ -1,7 +1,7 @@
 """Training on several processes, compared with the same training on one: FSDP2, HSDP, tensor parallelism, experts.
 
 Each layout runs in new processes, with nccl on GPUs and gloo on CPUs. In each of these a model is trained as the layout
-spreads it, and whole. All numbers are float64, so that parameters must be equal but for the order of sums.
+spreads it, and unspread. All numbers are float64, so that parameters must be equal up to the order of sums.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from perf.results import OUT_OF_TIME, Row, left_out, percentiles
 from perf.turns import synchronize
 
 LIMIT = 120
-"""Seconds after which a process that is still in the same training says where it is and ends."""
+"""Seconds after which a process that is still in the same training prints its traceback and ends."""
 
 PRELOADED = ["perf.distributed", "torch.distributed.fsdp", "torch.distributed.tensor.parallel"]
-"""Imported once for all processes; not by this module, since without them steps need not look for DTensors."""
+"""Modules imported once for all processes, not by this module: without them steps need not look for DTensors."""
 
 DIFFERENCE = "largest difference to one process"
 ROUNDED = f"{DIFFERENCE}, products in bfloat16"
-"""The same for MuonAdamW on GPUs, where the bits of such products depend on how many matrices are in a call."""
+"""The metric for MuonAdamW on GPUs, where the bits of such products depend on the number of matrices in a call."""
 
 TOLERANCES = {DIFFERENCE: 1e-9, ROUNDED: 1e-3}
-"""How far a parameter may be off."""
+"""The largest allowed difference of a parameter."""
 
 ROWS = 48
-"""Of a batch."""
+"""Rows of a batch."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ WAYS = [
 
 
 class Sent(TorchDispatchMode):
-    """Counts collectives, and the bytes that this process hands over to them."""
+    """A count of collectives, and of the bytes that this process hands to them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -89,15 +89,15 @@ class Sent(TorchDispatchMode):
             return NotImplemented  # it becomes operations on tensors first
         if func.namespace in ("c10d", "_c10d_functional") and "wait" not in func.name():
             named = zip(func._schema.arguments, args, strict=False)
-            given = tree_leaves([value for argument, value in named if not argument.name.startswith("output")])
+            inputs = tree_leaves([value for argument, value in named if not argument.name.startswith("output")])
             self.calls += 1
-            self.bytes += sum(tensor.nbytes for tensor in given if isinstance(tensor, Tensor))
+            self.bytes += sum(tensor.nbytes for tensor in inputs if isinstance(tensor, Tensor))
         return func(*args, **(kwargs or {}))
 
 
 @dataclass
 class Trained:
-    """A model after training, the seconds of its steps on the host, and what the last step sent."""
+    """A model after training, the seconds of its steps on the host, and the collectives of the last step."""
 
     model: Network
     seconds: list[float] = field(default_factory=list)
@@ -105,7 +105,7 @@ class Trained:
 
 
 def train(layout: Layout, way: Way, size: Size, device: torch.device, mesh: Any = None) -> Trained:
-    """Train a model on this process alone, or spread over a ``mesh``, whose processes must all call this."""
+    """Train a model on this process alone, or spread over a ``mesh``, all of whose processes must call this."""
     torch.manual_seed(0)
     with torch.device(device):
         model = Network(layout.kind, size).double()
@@ -133,15 +133,15 @@ def train(layout: Layout, way: Way, size: Size, device: torch.device, mesh: Any 
     return trained
 
 
-def compare(spread: nn.Module, whole: nn.Module) -> float:
-    """The largest difference of a parameter on any process, to which all must come."""
-    expected = dict(whole.named_parameters())
+def compare(spread: nn.Module, unspread: nn.Module) -> float:
+    """Return the largest difference of a parameter on any process. All processes must call this."""
+    expected = dict(unspread.named_parameters())
     differences = []
     for name, parameter in spread.named_parameters():
         full = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
         differences.append((full - expected[name]).abs().max().detach())
-    dist.all_reduce(most := torch.stack(differences).max(), dist.ReduceOp.MAX)
-    return float(most)
+    dist.all_reduce(largest := torch.stack(differences).max(), dist.ReduceOp.MAX)
+    return float(largest)
 
 
 def measure_distributed(
@@ -153,7 +153,7 @@ def measure_distributed(
     deadline: Deadline | None = None,
     limit: float = LIMIT,
 ) -> Iterator[list[Row]]:
-    """The rows of each layout on so many processes as soon as they have ended; those that did not run say why."""
+    """Yield the rows of each layout and number of processes as soon as it ends. Rows of others name the reason."""
     deadline = deadline or Deadline()
     for count, name in itertools.product(processes, layouts):
         rows, why, interrupt = [], OUT_OF_TIME, None
@@ -167,20 +167,20 @@ def measure_distributed(
                     with let_in(), deadline.piece():
                         _run(count, name, SIZES[size], device.type, folder, limit)
                     why = ""
-                except Exception as error:  # of any process
+                except Exception as error:  # raised in any process
                     print(error, file=sys.stderr)
                     why = reason(error)
                 except KeyboardInterrupt as error:
                     why, interrupt = INTERRUPTED, error
-                if (found := Path(folder, "rows")).exists():
-                    rows = [Row(**json.loads(line)) for line in found.read_text().splitlines()]
+                if (saved := Path(folder, "rows")).exists():
+                    rows = [Row(**json.loads(line)) for line in saved.read_text().splitlines()]
         yield rows + (left_out("distributed", _workload(name, count), "adamw", {OURS: why}) if why else [])
         if interrupt is not None:
             raise interrupt
 
 
 def _run(count: int, *arguments: Any) -> None:
-    """Train in new processes, which end with this call."""
+    """Train in new processes, and end them."""
     multiprocessing.set_forkserver_preload(PRELOADED)
     context = torch.multiprocessing.start_processes(_work, (count, *arguments), count, join=False, start_method="forkserver")
     try:
@@ -208,19 +208,19 @@ def _work(rank: int, count: int, name: str, size: Size, kind: str, folder: str, 
         faulthandler.dump_traceback_later(limit, exit=True)
         try:
             trained = train(layout, way, size, device, mesh)
-            found = _rows(name, count, way, trained, compare(trained.model, train(layout, way, size, device).model))
+            rows = _rows(name, count, way, trained, compare(trained.model, train(layout, way, size, device).model))
         except Exception as error:  # the same one on all processes, or the others end at their limit
-            found = left_out("distributed", _workload(name, count), way.optimizer, {str(way): reason(error)})
+            rows = left_out("distributed", _workload(name, count), way.optimizer, {str(way): reason(error)})
         if rank == 0:
             with Path(folder, "rows").open("a") as file:
-                file.writelines(json.dumps(asdict(row)) + "\n" for row in found)
+                file.writelines(json.dumps(asdict(row)) + "\n" for row in rows)
     dist.barrier()
     dist.destroy_process_group()
 
 
 def _rows(name: str, count: int, way: Way, trained: Trained, difference: float) -> list[Row]:
     is_rounded = way.optimizer == "muonadamw" and torch.cuda.is_initialized()
-    found = [
+    metrics = [
         (ROUNDED if is_rounded else DIFFERENCE, "abs", [difference]),
         ("host time of a step", "us", [1e6 * s for s in trained.seconds[2:-1]]),
         ("collectives of a step", "1", [trained.sent.calls]),
@@ -238,7 +238,7 @@ def _rows(name: str, count: int, way: Way, trained: Trained, difference: float) 
             None,
             len(values),
         )
-        for metric, unit, values in found
+        for metric, unit, values in metrics
     ]
 
 
@@ -247,5 +247,5 @@ def _workload(name: str, count: int) -> str:
 
 
 def failed(row: Row) -> bool:
-    """Whether training differs from that on one process."""
+    """Return whether training differs from training on one process."""
     return row.benchmark == "distributed" and not row.p50 <= TOLERANCES.get(row.metric, math.inf)

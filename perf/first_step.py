@@ -1,4 +1,4 @@
-"""Construction and first step, each in a process of its own: ``measure_first_step``.
+"""Construction and first step, each in a new process: ``measure_first_step``.
 
 Run as a module, this is that process: it prints its measurement as JSON.
 """
@@ -28,7 +28,7 @@ from perf.workloads import shapes
 WORKLOADS = ("small-10", "small-148", "small-1000", "gpt-matrices")
 COMPETITORS = (OURS, f"{OURS}[inductor]", "torch fused", "torch foreach")
 COMPILED_LIMIT = 10
-"""Tensors beyond which a step that the user compiles is not tried: it unrolls and takes minutes, each time."""
+"""Tensors beyond which steps that users compile are left out: they unroll and take minutes, each time."""
 
 METRICS = ("construct", "first step", "both", "compiling")
 
@@ -36,12 +36,12 @@ METRICS = ("construct", "first step", "both", "compiling")
 def measure_first_step(
     workloads: Sequence[str], optimizer: str, names: Sequence[str], device: torch.device, *, repeats: int
 ) -> Iterator[list[Row]]:
-    """Seconds in a fresh process with an empty compiler cache, and in a second process that finds it filled.
+    """Measure seconds in a new process with an empty compiler cache, and in a second process with a filled one.
 
-    Each repetition goes through all workloads and competitors, so that a slow spell of the machine meets them alike.
+    Each repetition goes through all workloads and competitors, so that a slow time of the machine affects all of them.
     Importing torch and this package is not timed. The import of ``torch._dynamo`` is, as part of ``construct`` where
-    torch.optim's optimizers cause it. ``compiling`` is the report's sum, of this package's own optimizers. A row says why a
-    competitor did not run.
+    torch.optim's optimizers cause it. ``compiling`` is the sum in the report of this package's optimizers. Rows name the
+    reason if a competitor did not run.
     """
     samples: dict[tuple[str, str, str], list[float]] = {}
     reasons: dict[str, dict[str, str]] = {}
@@ -61,31 +61,31 @@ def measure_first_step(
                             samples.setdefault((workload, name, f"{metric}, {state}"), []).append(seconds)
 
     def rows() -> list[Row]:
-        found = []
+        result = []
         for key, values in samples.items():
             workload, name, metric = key
             numbers = (*percentiles(values), _ratio(samples, key), len(values))
-            found.append(Row("first_step", workload, optimizer, name, metric, "s", *numbers))
-        return found + [r for workload, said in reasons.items() for r in left_out("first_step", workload, optimizer, said)]
+            result.append(Row("first_step", workload, optimizer, name, metric, "s", *numbers))
+        return result + [r for workload, why in reasons.items() for r in left_out("first_step", workload, optimizer, why)]
 
     yield from kept(take, rows)
 
 
 def _ratio(samples: Mapping[tuple[str, str, str], Sequence[float]], key: tuple[str, str, str]) -> float | None:
     workload, _, metric = key
-    own = samples.get((workload, OURS, metric))
-    if own is None or metric.startswith("compiling"):
+    ours = samples.get((workload, OURS, metric))
+    if ours is None or metric.startswith("compiling"):
         return None
-    return percentiles(own)[1] / percentiles(samples[key])[1]
+    return percentiles(ours)[1] / percentiles(samples[key])[1]
 
 
 def _in_process(workload: str, optimizer: str, name: str, device: torch.device, cache: str) -> dict[str, float] | str:
-    """The seconds by metric, or why it did not run."""
+    """Return the seconds by metric, or why it did not run."""
     command = [sys.executable, "-m", "perf.first_step", workload, optimizer, name, str(device)]
-    places = {key: str(Path(cache, key.lower())) for key in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    caches = {key: str(Path(cache, key.lower())) for key in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
     root = Path(__file__).parent.parent
-    # Its stderr stays the terminal's, so that whatever goes wrong is seen.
-    done = subprocess.run(command, env=os.environ | places, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
+    # Its stderr stays the terminal's, so that errors are seen.
+    done = subprocess.run(command, env=os.environ | caches, cwd=root, stdout=subprocess.PIPE, text=True, check=True)
     measured: dict[str, float] | str = json.loads(done.stdout.splitlines()[-1])
     return measured
 

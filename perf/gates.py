@@ -1,4 +1,4 @@
-"""The performance this project promises, and the verdict whether a machine delivers it."""
+"""The performance that this project promises, and verdicts whether a machine keeps the promises."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Promise:
     at_least: bool = False
 
     def kept_by(self, value: float) -> bool:
-        """Whether ``value`` is on the right side."""
+        """Return whether ``value`` keeps the promise."""
         return value >= self.limit if self.at_least else value <= self.limit
 
     def __str__(self) -> str:
-        """The limit."""
+        """Return the text of the limit."""
         return f"{'at least' if self.at_least else 'at most'} {self.limit:g} {self.unit}"
 
 
@@ -57,7 +57,7 @@ class Check:
     values: Values = dict
 
     def look_up(self, table: pd.DataFrame) -> list[tuple[Promise, float | None]]:
-        """Each promise with the number that a table of one device has for it; None for all where one is missing."""
+        """Return each promise with its number in a table of one device; None for all if a row is missing."""
         try:
             values = self.values([Row(**row) for row in table[list(Row.__annotations__)].to_dict("records")])
         except KeyError:
@@ -74,16 +74,16 @@ def _check(
 ) -> Check:
     def measure() -> Mapping[str, float]:
         rows = []
-        for found in measured():
-            record(found)
-            rows += found
+        for batch in measured():
+            record(batch)
+            rows += batch
         return values(rows)
 
     return Check(benchmark, promises, measure, values)
 
 
 def stored_checks(kind: str) -> list[tuple[str, Check]]:
-    """The promises for devices of a type, each with the table that has its rows."""
+    """Return the promises for devices of a type, each with the table that has its rows."""
     return [(c.benchmark.replace("-", "_"), c) for c in checks(torch.device(kind), lambda rows: None)]
 
 
@@ -96,7 +96,7 @@ class Verdict:
 
     @property
     def kept(self) -> bool:
-        """Whether any try stayed within the limit: what the code can do once, only the machine makes slower."""
+        """True if any try stayed within the limit: then slower tries are due to the machine."""
         return any(self.promise.kept_by(value) for value in self.tries)
 
 
@@ -104,19 +104,19 @@ def judge(checks: Sequence[Check], tries: int = TRIES) -> list[Verdict]:
     """Measure every check, again up to ``tries`` times in all while one of its promises is missed."""
     verdicts = []
     for check in checks:
-        own = [Verdict(promise) for promise in check.promises]
+        of_check = [Verdict(promise) for promise in check.promises]
         for _ in range(tries):
             measured = check.measure()
-            for verdict in own:
+            for verdict in of_check:
                 verdict.tries.append(measured[verdict.promise.name])
-            if all(verdict.kept for verdict in own):
+            if all(verdict.kept for verdict in of_check):
                 break
-        verdicts += own
+        verdicts += of_check
     return verdicts
 
 
 def checks(device: torch.device, record: Record) -> list[Check]:
-    """The promises of this project for ``device``; ``record`` is given the rows behind every number."""
+    """Return the promises of this project for ``device``. ``record`` gets the rows behind every number."""
     if device.type == "cuda":
         return [
             _step_check("gpt2-124m", 1.00, device, record),
@@ -135,7 +135,7 @@ def checks(device: torch.device, record: Record) -> list[Check]:
 
 
 def rehearsal(device: torch.device, record: Record) -> list[Check]:
-    """The benchmarks behind the promises with tiny tensors, to see that they work; nobody promised these limits."""
+    """Return checks with tiny tensors, to see that the benchmarks work. Their limits are no promises."""
     return [
         _step_check(TINY, 1.0, device, record),
         _bandwidth_check(TINY, 1.0, device, record),
@@ -178,8 +178,8 @@ def _first_step_check(
 ) -> Check:
     few, many = counts[0], counts[-1]
     absolute = {n: Promise(f"AdamW construction and first step, {n} tensors, fresh cache", 10.0, "s") for n in counts}
-    # Most of such a second is torch's own lazy import and the start of the C++ compiler, whatever the number of tensors;
-    # it varies by tenths of a second and hides how the rest grows. So the seconds in the compiler are compared too.
+    # Most of such a second is torch's lazy import and the start of the C++ compiler, for any number of tensors; it varies by
+    # tenths of a second and hides how the remainder grows. So the seconds in the compiler are compared too.
     wall = Promise(f"AdamW construction and first step, {many} tensors / {few} tensors", 1.3, "ratio of medians")
     compiling = Promise(f"AdamW seconds compiling, {many} tensors / {few} tensors", 1.3, "ratio of medians")
 

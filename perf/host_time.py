@@ -1,4 +1,4 @@
-"""The host's time of a step on a GPU whose driver does nothing, in new processes, beside that of another checkout."""
+"""The host's time of a step on a GPU whose driver does nothing, in new processes, beside another checkout's."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _ROOT = Path(__file__).parent.parent
 
 
 def measure_host_time(workload: str, optimizer: str, *, rounds: int, against: Path | None) -> Iterator[list[Row]]:
-    """Microseconds of processor time per step, by the kind of step: see ``perf/no_device.py``.
+    """Measure microseconds of processor time per step, by the kind of step: see ``perf/no_device.py``.
 
-    Beside it those of the package in the checkout ``against``, in processes in turn with this one's; the ratio is that of
-    the medians. The tensors are as many as those of the ``workload``, and small.
+    The package in the checkout ``against`` is measured too, in processes in turn with this one's; ratios are of medians.
+    The tensors are small, and as many as those of the ``workload``.
     """
     checkouts = {OURS: _ROOT, **({} if against is None else {OTHER: against.resolve()})}
     samples: dict[str, dict[str, list[float]]] = {}
@@ -35,14 +35,14 @@ def measure_host_time(workload: str, optimizer: str, *, rounds: int, against: Pa
                     samples.setdefault(metric, {}).setdefault(name, []).extend(values)
 
     def rows() -> list[Row]:
-        found = []
+        made = []
         for metric, by_checkout in samples.items():
-            own = percentiles(by_checkout[OURS])[1]
+            ours = percentiles(by_checkout[OURS])[1]
             for name, values in by_checkout.items():
                 p20, p50, p80 = percentiles(values)
                 label = f"{metric}, driver that does nothing"
-                found.append(Row("overhead", workload, optimizer, name, label, "us", p20, p50, p80, own / p50, len(values)))
-        return found
+                made.append(Row("overhead", workload, optimizer, name, label, "us", p20, p50, p80, ours / p50, len(values)))
+        return made
 
     yield from kept(take, rows)
 
@@ -50,7 +50,7 @@ def measure_host_time(workload: str, optimizer: str, *, rounds: int, against: Pa
 def _in_process(checkout: Path, count: int, optimizer: str, rounds: int) -> dict[str, list[float]]:
     command = [sys.executable, str(_ROOT / "perf" / "no_device.py"), str(count), optimizer, str(rounds)]
     environment = os.environ | {"PYTHONPATH": str(checkout)}
-    # Its stderr stays the terminal's, so that whatever goes wrong is seen.
+    # Its stderr stays the terminal's, so that errors are seen.
     done = subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     seconds: dict[str, list[float]] = json.loads(done.stdout.splitlines()[-1])
     return seconds

@@ -21,7 +21,7 @@ from perf.results import Row, percentiles
 from perf.turns import kept
 
 SEEDS = range(4)
-TUNING_SEED = 100  # none of those that are reported
+TUNING_SEED = 100  # not reported
 RATES = tuple(8e-3 * 2**i for i in range(5))
 
 
@@ -34,13 +34,13 @@ def _hybrid(model: nn.Module) -> co.MuonAdamW:
 
 
 SIDES = {"AdamW": _adamw, "MuonAdamW": _hybrid}
-"""With equal betas and weight decay; MuonAdamW's scale of Muon's updates lets one learning rate suit both of its rules."""
+"""Equal betas and weight decay. MuonAdamW scales Muon's updates, so that one learning rate suits both of its rules."""
 
 
 def measure_hybrid(
     task: str, *, steps: int, seeds: Sequence[int] = SEEDS, rates: Sequence[float] = RATES, picture: Path | None = None
 ) -> Iterator[list[Row]]:
-    """The losses at the end with every learning rate, and with each side's best one over the seeds, drawn in ``picture``."""
+    """Measure final losses with every learning rate, then with each side's best one over the seeds, drawn in ``picture``."""
     curves = {}
     where = f"{task}, {steps} steps"
     for name, make in SIDES.items():
@@ -71,7 +71,7 @@ def _final(where: str, name: str, best: float, runs: Sequence[tuple[list[float],
     if not runs:
         return []
     values = {("final loss", "nats"): percentiles([final for _, final in runs]), ("learning rate", "1"): (best,) * 3}
-    return [Row("hybrid", where, name.lower(), name, *key, *found, None, len(runs)) for key, found in values.items()]
+    return [Row("hybrid", where, name.lower(), name, *key, *numbers, None, len(runs)) for key, numbers in values.items()]
 
 
 def _draw(curves: dict[str, list[list[float]]], title: str, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Interrupts that wait until what was timed is saved."""
+"""Interrupts that wait until measurements are saved."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _waiting: list[int] = []
 
 def _wait(number: int, frame: FrameType | None) -> None:
     _waiting.append(number)
-    if len(_waiting) > 1:  # somebody is impatient
+    if len(_waiting) > 1:  # the user insists
         raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def postponed() -> Iterator[None]:
-    """Let an interrupt wait for the end of this, or for :func:`let_in`; a second one waits for nothing."""
-    if threading.current_thread() is not threading.main_thread():  # which alone is interrupted
+    """Delay an interrupt until the end of the block, or until :func:`let_in`. A second one is not delayed."""
+    if threading.current_thread() is not threading.main_thread():  # only that one gets interrupts
         yield
         return
     before = signal.signal(signal.SIGINT, _wait)
@@ -37,7 +37,7 @@ def postponed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def let_in() -> Iterator[None]:
-    """Be interrupted at once, also inside of :func:`postponed`: what is lost then is dealt with around this."""
+    """Allow interrupts at once in the block, also inside of :func:`postponed`: the caller handles what is lost."""
     if signal.getsignal(signal.SIGINT) is not _wait or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -28,47 +28,47 @@ SIZES = {"large": Size(512, 12, 16), "small": Size(10, 2, 8)}
 
 
 class Layer(nn.Module):
-    """A perceptron beside what it is given."""
+    """A perceptron with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, topics: Tensor) -> Tensor:
-        """``x``, with what it has learned."""
+        """Return ``x`` plus the perceptron's output."""
         return x + self.down(functional.gelu(self.up(x)))
 
 
 class Experts(nn.Module):
-    """A matrix for each topic, beside what it is given."""
+    """A matrix for each topic, with a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
-        self.own = nn.ModuleDict({str(topic): nn.Linear(width, width, bias=False) for topic in range(EXPERTS)})
+        self.local = nn.ModuleDict({str(topic): nn.Linear(width, width, bias=False) for topic in range(EXPERTS)})
         self.mesh: Any = None  # of the processes that share them
 
     def keep(self, mesh: Any) -> None:
-        """Keep this process's share."""
+        """Keep only this process's share of the experts."""
         self.mesh = mesh
         for topic in range(EXPERTS):
             if topic * mesh.size() // EXPERTS != mesh.get_local_rank():
-                del self.own[str(topic)]
+                del self.local[str(topic)]
 
     def forward(self, x: Tensor, topics: Tensor) -> Tensor:
-        """``x``, with what the experts of its rows' topics say; an expert without rows has no gradient."""
+        """Return ``x`` plus the outputs of its rows' experts. An expert without rows has no gradient."""
         from torch.distributed.tensor import DTensor, Partial, Replicate
 
-        given = x
-        if self.mesh is not None:  # the gradient of what all are given is the sum of what each finds
-            given = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
-        said = 0 * given  # so that a process without rows takes part in that sum
-        for topic, expert in self.own.items():
+        inputs = x
+        if self.mesh is not None:  # the gradient of ``x`` is the sum over processes
+            inputs = DTensor.from_local(x, self.mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        output = 0 * inputs  # so that a process without rows takes part in that sum
+        for topic, expert in self.local.items():
             rows = (topics == int(topic)).nonzero().squeeze(1)
             if len(rows):
-                said = said.index_add(0, rows, functional.gelu(expert(given[rows])))
+                output = output.index_add(0, rows, functional.gelu(expert(inputs[rows])))
         if self.mesh is not None:
-            said = DTensor.from_local(said, self.mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
-        return x + said
+            output = DTensor.from_local(output, self.mesh, [Partial()]).redistribute(placements=[Replicate()]).to_local()
+        return x + output
 
 
 class Network(nn.Module):
@@ -81,7 +81,7 @@ class Network(nn.Module):
         self.last = nn.Linear(size.width, 1)
 
     def forward(self, x: Tensor, topics: Tensor) -> Tensor:
-        """A number for each row."""
+        """Return a number for each row."""
         x = self.first(x)
         for layer in self.layers:
             x = layer(x, topics)
@@ -113,11 +113,11 @@ class Layout:
     """How a model is spread over processes.
 
     Attributes:
-        spread: does it, over a mesh.
-        replicas: how many copies there are of each shard, in a dimension of the mesh of their own.
-        kind: of the model's layers.
+        spread: spreads a model over a mesh.
+        replicas: the number of copies of each shard, in a separate dimension of the mesh.
+        kind: the class of the model's layers.
         shares: whether each process trains on a share of each batch. Otherwise all train on all of it.
-        clips: whether the norm of all gradients is known. Of experts each process has others, which are no DTensors.
+        clips: whether the norm of all gradients is known. Experts differ between processes, and are no DTensors.
     """
 
     spread: Callable[[Network, Any], None]
@@ -127,7 +127,7 @@ class Layout:
     clips: bool = True
 
     def mesh(self, device: torch.device) -> Any:
-        """A mesh of all processes."""
+        """Return a mesh of all processes."""
         shape = {"replicas": self.replicas, "shards": dist.get_world_size() // self.replicas}
         if self.replicas == 1:
             del shape["replicas"]

@@ -1,6 +1,6 @@
 """Memory and time of loading a checkpoint over a live state: ``python -m perf.load``. Linux only.
 
-Each measurement is a process of its own, which prints it as JSON: ``python -m perf.load --one COMPETITOR DTYPE MEBIBYTES``.
+Each measurement is a new process, which prints it as JSON: ``python -m perf.load --one COMPETITOR DTYPE MEBIBYTES``.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ UNITS = {"peak growth": "MiB", "growth over largest tensor": "x", "load": "s"}
 
 
 def measure_load(megabytes: int, repeats: int) -> list[Row]:
-    """Growth of the peak memory, and seconds, of loading into an AdamW whose state takes ``megabytes`` MiB.
+    """Measure growth of the peak memory, and seconds, of loading into an AdamW whose state takes ``megabytes`` MiB.
 
-    The checkpoint is in memory already, in float32 as the state is or in bfloat16.
+    The checkpoint is in memory before, in float32 like the state or in bfloat16.
     """
     samples: dict[tuple[str, str, str], list[float]] = {}
     for _, name, dtype in itertools.product(range(repeats), OPTIMIZERS, DTYPES):
@@ -59,7 +59,7 @@ def _ratio(samples: Mapping[tuple[str, str, str], Sequence[float]], name: str, d
 
 
 def in_new_process(name: str, dtype: str, megabytes: int) -> dict[str, float]:
-    """One measurement in a process of its own."""
+    """Make one measurement in a new process."""
     command = [sys.executable, "-m", "perf.load", "--one", name, dtype, str(megabytes)]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parent.parent)
     measured: dict[str, float] = json.loads(done.stdout)
@@ -67,7 +67,7 @@ def in_new_process(name: str, dtype: str, megabytes: int) -> dict[str, float]:
 
 
 def measure_one(name: str, dtype: str, megabytes: int) -> dict[str, float]:
-    """One measurement in this process."""
+    """Make one measurement in this process."""
     size = megabytes * 2**20 // (2 * TENSORS)  # bytes of each of the two buffers of each tensor
     params = {f"layer{i}": nn.Parameter(torch.zeros(size // 4)) for i in range(TENSORS)}
     optimizer = OPTIMIZERS[name](params.items())
@@ -90,7 +90,7 @@ def measure_one(name: str, dtype: str, megabytes: int) -> dict[str, float]:
 
 
 def _status(field: str) -> int:
-    """A memory figure of this process in bytes."""
+    """Return a memory figure of this process in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 

@@ -1,4 +1,4 @@
-"""Training loops of GPTs in the ways that there are to run one: :func:`measure_loops`."""
+"""Training loops of GPTs, in every way to run one: :func:`measure_loops`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Way:
-    """How a loop runs: whose step, and which part of it is compiled, in which mode."""
+    """A way to run a loop: the optimizer, and which part of the step is compiled, in which mode."""
 
     competitor: str
     compiled: str = ""  # ``model`` or ``step``, forward, backward and update together
@@ -69,7 +69,7 @@ WAYS = [
     Way(OURS, "step", "reduce-overhead"),
     Way(INLINED, "step"),
 ]
-"""Those that compile nothing first, since a way begins only if it could take as long as the longest; then by worth."""
+"""Ways that compile nothing are first, since a way begins only if it could take as long as the longest."""
 
 
 class GPT(nn.Module):
@@ -77,13 +77,13 @@ class GPT(nn.Module):
 
     def __init__(self, size: Size) -> None:
         super().__init__()
-        self.words, self.places = nn.Embedding(size.words, size.width), nn.Embedding(size.length, size.width)
+        self.words, self.positions = nn.Embedding(size.words, size.width), nn.Embedding(size.length, size.width)
         self.blocks = nn.Sequential(*(Causal(size.width, max(4, size.width // 64)) for _ in range(size.layers)))
         self.norm = nn.LayerNorm(size.width)
 
     def forward(self, text: Tensor) -> Tensor:
-        """The logits ``(batch, length, words)`` for what follows each word."""
-        return functional.linear(self.norm(self.blocks(self.words(text) + self.places.weight)), self.words.weight)
+        """Return the logits ``(batch, length, words)`` of the next words."""
+        return functional.linear(self.norm(self.blocks(self.words(text) + self.positions.weight)), self.words.weight)
 
 
 def measure_loops(
@@ -94,20 +94,20 @@ def measure_loops(
     deadline: Deadline | None = None,
     ways: Sequence[Way] = tuple(WAYS),
 ) -> Iterator[list[Row]]:
-    """Milliseconds of a training step in each way, and the loss after the first ones: see :func:`perf.turns.measured`."""
+    """Measure milliseconds of a training step in each way, and the loss after some: see :func:`perf.turns.measured`."""
     size = SIZES[name]
-    table = Table("loops", str(size), "training step", own=str(Way(OURS, "model", runner=True)))
+    table = Table("loops", str(size), "training step", reference=str(Way(OURS, "model", runner=True)))
 
     def make(way: Way) -> Call:
         call = _loop(way, size, device)
         losses = [float(call()) for _ in range(2 * FIRST_STEPS)]
         loss = (str(way), f"loss of step {len(losses)}", "nats", *(losses[-1],) * 3, None, 1)
-        return Call(call, found=[Row("loops", str(size), "adamw", *loss)])
+        return Call(call, rows=[Row("loops", str(size), "adamw", *loss)])
 
-    made = {str(way): functools.partial(make, way) for way in ways}
+    makers = {str(way): functools.partial(make, way) for way in ways}
     clock = clock_of_processors(device)
     with torch._dynamo.config.patch(trace_autograd_ops=True):
-        yield from measured(table, made, device, rounds=rounds, warmup=3, deadline=deadline, clock=clock)
+        yield from measured(table, makers, device, rounds=rounds, warmup=3, deadline=deadline, clock=clock)
 
 
 def _loop(way: Way, size: Size, device: torch.device) -> Callable[[], Tensor]:
@@ -119,7 +119,7 @@ def _loop(way: Way, size: Size, device: torch.device) -> Callable[[], Tensor]:
 
 
 def training_step(way: Way, model: nn.Module, optimizer: Any) -> Callable[[Tensor], Tensor]:
-    """A function from a text to its loss, which trains ``model`` as ``way`` says."""
+    """Return a function from a text to its loss, which trains ``model`` in the ``way``."""
     run: Any = torch.compile(model, mode=way.mode) if way.compiled == "model" else model
 
     def step(text: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What low precision costs and saves, beside torch's fused AdamW on float32: :func:`measure_low_memory`."""
+"""Time and memory of low precision, compared with torch's fused AdamW on float32: :func:`measure_low_memory`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "split16, bfloat16": {"weights": "split16", "state_dtype": torch.bfloat16},
     "kahan, int8": {"weights": "kahan", "state_dtype": "int8"},
 }
-"""By name, the options for bfloat16 parameters that are timed, besides float32 ones."""
+"""The options for bfloat16 parameters that are timed, by name, and those for float32."""
 
 
 def _maker(options: dict[str, Any]) -> Callable[[Sequence[Tensor]], Optimizer]:
@@ -34,21 +34,21 @@ def _maker(options: dict[str, Any]) -> Callable[[Sequence[Tensor]], Optimizer]:
 
 
 def competitors() -> list[Competitor]:
-    """Torch's fused AdamW, this package's, and that of each precision."""
+    """Return torch's fused AdamW, and this package's in each precision."""
     dtypes = {name: torch.float32 if name == FLOAT32 else torch.bfloat16 for name in WAYS}
     ours = [Competitor(f"{OURS}[{name}]", _maker(options), dtypes[name]) for name, options in WAYS.items()]
     return [Competitor(FUSED, lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)), *ours]
 
 
 class _Shares(Table):
-    """Steps, and each as a share of torch's in the same round."""
+    """Times of steps, and each as a share of torch's in the same round."""
 
     def together(self, samples: Samples) -> list[Row]:
         rows = []
         for name, seconds in samples.items():
             rows.append(self._row(name, self.metric, "ms", [1e3 * s for s in seconds]))
-            if self.own in samples:
-                shares = [own / theirs for own, theirs in zip(seconds, samples[self.own], strict=True)]
+            if self.reference in samples:
+                shares = [ours / theirs for ours, theirs in zip(seconds, samples[self.reference], strict=True)]
                 rows.append(self._row(name, "share of torch's step on float32", "ratio", shares))
         return rows
 
@@ -56,25 +56,25 @@ class _Shares(Table):
 def measure_low_memory(
     workload: str, device: torch.device, *, rounds: int, deadline: Deadline | None = None
 ) -> Iterator[list[Row]]:
-    """Bytes for each parameter with its gradient, and step times in turn, each as a share of torch's in the same round."""
+    """Measure bytes per parameter with gradient, and step times in turn, each also as a share of torch's in its round."""
     entered = competitors()
     for c in entered:
         with let_in():
             taken = _bytes(c, workload, device) / elements(workload)
         yield [Row("low_memory", workload, "adamw", c.name, "memory", "bytes/parameter", *(taken,) * 3, None, 1)]
-    table = _Shares("low_memory", workload, "step", own=FUSED)
+    table = _Shares("low_memory", workload, "step", reference=FUSED)
     ways = step_ways(shapes(workload), entered, device, "fresh")
     yield from measured(table, ways, device, rounds=rounds, warmup=3, deadline=deadline)
 
 
 def _bytes(competitor: Competitor, workload: str, device: torch.device) -> int:
-    """Of parameters, gradients, state and tables after a step."""
+    """Return the bytes of parameters, gradients, state and tables after a step."""
     params = make_params(shapes(workload), device, competitor.dtype)
     for param, grad in zip(params, make_gradients(shapes(workload), device, 1, competitor.dtype), strict=True):
         param.grad = grad
-    made = competitor.make(params)
-    made.step()
-    if isinstance(made, co.CompiledOptimizer):
-        return co.memory_report(made).total
-    tensors = [t for p in params for t in (p, p.grad, *made.state[p].values()) if t is not None]
+    optimizer = competitor.make(params)
+    optimizer.step()
+    if isinstance(optimizer, co.CompiledOptimizer):
+        return co.memory_report(optimizer).total
+    tensors = [t for p in params for t in (p, p.grad, *optimizer.state[p].values()) if t is not None]
     return sum(t.numel() * t.element_size() for t in tensors)

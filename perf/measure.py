@@ -27,43 +27,43 @@ from perf.workloads import Shapes, shapes
 Gradients: TypeAlias = Literal["fresh", "same"]
 
 FIRST_STEPS = 3
-"""Taken by each competitor alone, since some compile in more than one, or need the device to itself."""
+"""Steps of each competitor alone, since some compile in more than one, or need the device to itself."""
 
 
 @dataclass(frozen=True)
 class Entrant:
-    """A competitor with parameters of its own."""
+    """A competitor with its own parameters."""
 
     competitor: Competitor
     params: list[Tensor]
     optimizer: Any
 
     def take(self, grads: Sequence[Tensor], gradients: Gradients) -> None:
-        """Set its parameters' gradients; some optimizers drop them in a step, some write to them."""
+        """Set its parameters' gradients. Some optimizers drop them in a step, some write to them."""
         for param, grad in zip(self.params, grads, strict=True):
             spoiled = self.competitor.spoils_gradients
             taken = grad.clone() if spoiled else grad.view_as(grad) if gradients == "fresh" else grad
-            param.grad = self.competitor.place(taken)
+            param.grad = self.competitor.wrap(taken)
 
 
 def make_params(sizes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Parameters of the given shapes, the same values each time."""
+    """Return parameters of these shapes, with the same values in each call."""
     return [p.requires_grad_() for p in _normal(sizes, device, dtype, 0.02, seed=0)]
 
 
 def make_gradients(sizes: Shapes, device: torch.device, seed: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """Gradients of the given shapes."""
+    """Return gradients of these shapes."""
     return _normal(sizes, device, dtype, 0.01, seed)
 
 
-def enter(made: Competitor, params: list[Tensor], grads: Sequence[Tensor]) -> Entrant:
+def enter(competitor: Competitor, params: list[Tensor], grads: Sequence[Tensor]) -> Entrant:
     """Let a competitor take its first steps.
 
     Raises:
-        RuntimeError: they changed nothing, or made parameters that are not finite.
+        RuntimeError: they changed nothing, or the parameters are not finite.
     """
-    placed = [made.place(param) for param in params]
-    entrant = Entrant(made, placed, made.make(placed))
+    wrapped = [competitor.wrap(param) for param in params]
+    entrant = Entrant(competitor, wrapped, competitor.make(wrapped))
     before = params[0].detach().clone()
     for _ in range(FIRST_STEPS):
         entrant.take(grads, "fresh")
@@ -87,21 +87,21 @@ def measure_step(
     reasons: Mapping[str, str] = types.MappingProxyType({}),
     deadline: Deadline | None = None,
 ) -> Iterator[list[Row]]:
-    """Step times, and the ratios of this package's default to each other competitor: see :func:`perf.turns.measured`.
+    """Measure step times, and ratios of this package's default to each competitor: see :func:`perf.turns.measured`.
 
     With ``"fresh"`` gradients every step gets new tensor objects at other addresses than the step before, as after
-    ``zero_grad()``. A competitor that does not run has a row that says why, as have those of ``reasons``.
+    ``zero_grad()``. A competitor that does not run has a row with the reason, and so have those of ``reasons``.
     """
-    said: dict[str, str] = {}
+    absent: dict[str, str] = {}
     yield left_out("step", workload, optimizer, reasons)
     for kind in gradients:
         ways = step_ways(shapes(workload), competitors, device, kind)
-        options: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "deadline": deadline, "reasons": said}
+        options: dict[str, Any] = {"rounds": rounds, "warmup": warmup, "deadline": deadline, "reasons": absent}
         yield from measured(step_table(workload, optimizer, kind), ways, device, **options)
 
 
 def step_table(workload: str, optimizer: str, gradients: Gradients) -> Table:
-    """Rows ``step, <gradients> gradients``, and ``paired ratio, <gradients> gradients`` of ratios within each round."""
+    """Return a table of rows ``step, <gradients> gradients``, and ``paired ratio, ...`` of ratios within each round."""
     metric = f"step, {gradients} gradients"
     return Table("step", workload, metric, optimizer, paired=f"paired ratio, {gradients} gradients")
 
@@ -109,7 +109,7 @@ def step_table(workload: str, optimizer: str, gradients: Gradients) -> Table:
 def step_ways(
     sizes: Shapes, competitors: Sequence[Competitor], device: torch.device, gradients: Gradients
 ) -> dict[str, Callable[[], Call]]:
-    """The steps of competitors, for :func:`perf.turns.measured`.
+    """Return the steps of competitors, for :func:`perf.turns.measured`.
 
     All optimizers of parameters of one dtype share the gradients' memory. Setting gradients is not timed.
     """
@@ -128,32 +128,32 @@ def step_ways(
 
 
 def measure_overhead(workload: str, optimizer: str, *, rounds: int) -> Iterator[list[Row]]:
-    """What the default CPU lowering does in Python per step, in microseconds per parameter, with fresh gradients.
+    """Measure the Python part of a step of the default CPU lowering, in us per parameter, with fresh gradients.
 
     ``step without kernel`` is a whole step in which the kernel's call does nothing; ``steady-state check`` is the part of it
-    that looks for what moved or changed and brings the tables up to date, all that comes before a captured step's replay.
+    that looks for changes and new addresses and updates the tables, all that comes before a captured step's replay.
     ``runner without replay`` is a runner's whole step with a graph whose replay does nothing.
     """
     device = torch.device("cpu")
     sizes = shapes(workload)
     params = make_params(sizes, device)
     pools = [make_gradients(sizes, device, seed) for seed in (1, 2)]
-    made = competitor(optimizer, OURS).make(params)
-    assert isinstance(made, CompiledOptimizer)
+    instance = competitor(optimizer, OURS).make(params)
+    assert isinstance(instance, CompiledOptimizer)
     for param, grad in zip(params, pools[0], strict=True):
         param.grad = grad
-    made.step()
-    _remove_kernels(made)
+    instance.step()
+    _remove_kernels(instance)
     with mock.patch.dict(GRAPHS, {"cpu": _NoGraph}):
-        runner = CUDAGraphRunner(made, warmup=1)
+        runner = CUDAGraphRunner(instance, warmup=1)
     for _ in range(3):
         runner.step()
-    assert engine_of(made).log.replays == 2
+    assert engine_of(instance).log.replays == 2
 
     def check() -> None:
-        engine_of(made).prepare().finish()
+        engine_of(instance).prepare().finish()
 
-    calls = {"steady-state check": check, "step without kernel": made.step, "runner without replay": runner.step}
+    calls = {"steady-state check": check, "step without kernel": instance.step, "runner without replay": runner.step}
     samples: Samples = {metric: [] for metric in calls}
 
     @turns.no_garbage_collection()
@@ -183,7 +183,7 @@ def measure_bandwidth(
     rounds: int,
     warmup: int = 3,
 ) -> Iterator[list[Row]]:
-    """Gigabytes per second that a step moves, without clipping and with it, and that a plain copy moves beside it.
+    """Measure GB/s of a step, without clipping and with it, and of a plain copy beside it.
 
     Each number is counted as read and written once; a step that clips reads the gradients twice. ``clipping`` is the
     difference between the two steps in milliseconds. Parameters, gradients and state are of ``dtype``.
@@ -191,9 +191,9 @@ def measure_bandwidth(
     params = make_params(shapes(workload), device, dtype)
     for param, grad in zip(params, make_gradients(shapes(workload), device, 1, dtype), strict=True):
         param.grad = grad
-    made = competitor(optimizer, OURS).make(params)
-    assert isinstance(made, CompiledOptimizer)
-    buffers = [v for s in made.state.values() for v in s.values() if v.dim()]
+    instance = competitor(optimizer, OURS).make(params)
+    assert isinstance(instance, CompiledOptimizer)
+    buffers = [v for s in instance.state.values() for v in s.values() if v.dim()]
     gradients = sum(_bytes(p) for p in params)
     moved = {"step": 3 * gradients + sum(2 * _bytes(b) for b in buffers)}
     moved["clipped step"] = moved["step"] + gradients
@@ -204,17 +204,17 @@ def measure_bandwidth(
 
     def take() -> None:
         for step, bound in (("step", None), ("clipped step", 1.0)):
-            made.max_grad_norm = bound
+            instance.max_grad_norm = bound
             for index in range(-warmup, rounds):
-                for metric, call in ((step, made.step), ("copy", lambda: target.copy_(source))):
+                for metric, call in ((step, instance.step), ("copy", lambda: target.copy_(source))):
                     elapsed = turns.timed(call, device)
                     if index >= 0:
                         seconds[metric].append(elapsed)
 
     def rows() -> list[Row]:
-        found = [(metric, "GB/s", [moved[metric] / s / 1e9 for s in seconds[metric]]) for metric in moved]
-        both = zip(seconds["step"], seconds["clipped step"], strict=False)  # the second may be under way
-        found.append(("clipping", "ms", [1e3 * (clipped - plain) for plain, clipped in both]))
+        metrics = [(metric, "GB/s", [moved[metric] / s / 1e9 for s in seconds[metric]]) for metric in moved]
+        both = zip(seconds["step"], seconds["clipped step"], strict=False)  # an interrupt may leave fewer clipped ones
+        metrics.append(("clipping", "ms", [1e3 * (clipped - plain) for plain, clipped in both]))
         return [
             Row(
                 "bandwidth",
@@ -227,7 +227,7 @@ def measure_bandwidth(
                 None,
                 len(values),
             )
-            for metric, unit, values in found
+            for metric, unit, values in metrics
             if values
         ]
 
@@ -235,7 +235,7 @@ def measure_bandwidth(
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """As in ``torch.<name>``."""
+    """Return the name, as in ``torch.<name>``."""
     return str(dtype).removeprefix("torch.")
 
 

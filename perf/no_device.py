@@ -1,7 +1,7 @@
 """The host's time of a step on a GPU whose driver does nothing: ``python perf/no_device.py TENSORS OPTIMIZER ROUNDS``.
 
-CPU tensors take the lowering of a GPU. Triton compiles for it, and its driver, its streams and graphs are stand-ins that
-return at once. ``perf overhead`` runs this file with the packages of two checkouts, so it imports nothing else of ``perf``.
+CPU tensors have the lowering of a GPU. Triton compiles for it, and its driver, streams and graphs are stand-ins that return
+at once. ``perf overhead`` runs this file with the packages of two checkouts, so it imports nothing else of ``perf``.
 It prints JSON: microseconds per step, by the kind of step.
 """
 
@@ -29,7 +29,7 @@ from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.memory import torch_internals
 
-# Of this checkout: another one's package may lack it.
+# This checkout's: the other package may lack it.
 _STAND_INS = runpy.run_path(str(Path(__file__).parents[1] / "compiled_optim" / "simulated" / "driver.py"))
 driver, answer = _STAND_INS["driver"], _STAND_INS["answer"]
 
@@ -51,7 +51,7 @@ def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
             mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
             mock.patch.object(multi_tensor, "_kernels", {}),
             mock.patch.object(triton, "current_device", _current_device, create=True),
-            mock.patch.object(multi_tensor, "current_device", _current_device, create=True),  # where revisions have it
+            mock.patch.object(multi_tensor, "current_device", _current_device, create=True),  # some revisions have it
             mock.patch.object(torch.cuda, "_exchange_device", functools.partial(answer, 0)),
             mock.patch.object(torch.cuda, "_maybe_exchange_device", functools.partial(answer, 0)),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", functools.partial(answer, False)),
@@ -67,7 +67,7 @@ def _current_device(device: torch.device) -> torch.cuda.device:
 
 
 class EmptyGraph:
-    """Stands for a graph whose replay takes no time."""
+    """A stand-in for a graph whose replay takes no time."""
 
     def __init__(self, device: torch.device, stream: object = None) -> None:
         pass
@@ -86,19 +86,19 @@ class EmptyGraph:
 
 
 def steps(count: int, optimizer: str) -> dict[str, Callable[[], object]]:
-    """By name, a step of ``count`` small tensors whose gradients stay where they are, as it runs once all is compiled.
+    """Return steps of ``count`` small tensors by kind, after all is compiled. Addresses of gradients stay.
 
-    The inlined step has the kernels that Inductor makes for a CPU.
+    The inlined step has Inductor's kernels for a CPU.
     """
     cls = next(getattr(compiled_optim, name) for name in compiled_optim.__all__ if name.lower() == optimizer)
-    own = {CALLED: "multi_tensor", REPLAYED: "multi_tensor"}
+    lowerings = {CALLED: "multi_tensor", REPLAYED: "multi_tensor"}
     if count <= COMPILED_LIMIT:
-        own |= {OPERATOR: "multi_tensor", INLINED: "inductor"}
-    made = {name: cls(_parameters(count), lowering=lowering) for name, lowering in own.items()}
-    runner = compiled_optim.CUDAGraphRunner(made[REPLAYED], warmup=1)
-    calls = {CALLED: made[CALLED].step, REPLAYED: runner.step}
-    for name in made.keys() - calls.keys():
-        calls[name] = torch.compile(_stepping(made[name]), fullgraph=True)
+        lowerings |= {OPERATOR: "multi_tensor", INLINED: "inductor"}
+    optimizers = {name: cls(_parameters(count), lowering=lowering) for name, lowering in lowerings.items()}
+    runner = compiled_optim.CUDAGraphRunner(optimizers[REPLAYED], warmup=1)
+    calls = {CALLED: optimizers[CALLED].step, REPLAYED: runner.step}
+    for name in optimizers.keys() - calls.keys():
+        calls[name] = torch.compile(_stepping(optimizers[name]), fullgraph=True)
     for call in calls.values():
         for _ in range(4):
             call()
@@ -113,7 +113,7 @@ def _parameters(count: int) -> list[Tensor]:
 
 
 def _stepping(optimizer: Any) -> Callable[[], None]:
-    """A function that steps, whose code nobody else has: Dynamo keeps guards by code."""
+    """Return a function that steps, with a code object of its own: Dynamo keeps guards by code."""
 
     def step() -> None:
         optimizer.step()
@@ -123,7 +123,7 @@ def _stepping(optimizer: Any) -> Callable[[], None]:
 
 
 def measure(calls: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Microseconds of processor time per step, a sample each round, the steps in turn."""
+    """Measure microseconds of processor time per step, a sample in each round, the steps in turn."""
     samples: dict[str, list[float]] = {name: [] for name in calls}
     gc.collect()
     gc.disable()

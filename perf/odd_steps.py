@@ -1,6 +1,6 @@
 """Steps over odd shapes and strides, in several forms, for a tool that watches every access: ``python -m perf.odd_steps``.
 
-Each line that is printed is of steps that were taken, so that a tool which ends the process has said where.
+A line is printed for each case that ended, so the last one shows where a tool ended the process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CASES: list[tuple[type[co.CompiledOptimizer], dict[str, Any], torch.dtype, list[
     (co.Lion, {}, torch.float32, PLAIN),
     (co.Muon, {}, torch.float32, PLAIN),
 ]
-"""Optimizer, options, dtype and shapes, those that reach most kinds of kernels first."""
+"""Optimizer, options, dtype and shapes. The first cases reach most kinds of kernels."""
 
 
 def main(device: str) -> None:

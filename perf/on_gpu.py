@@ -1,15 +1,15 @@
-"""What to run on a GPU, in calls that end within ten minutes each; ``perf/gpu --help`` lists them.
+"""Tests and measurements for a GPU, in calls that end within ten minutes each; ``perf/gpu --help`` lists them.
 
-``perf/gpu first`` has what tells most, for a GPU that is there for minutes. ``tests`` writes pytest's report. The others
-append to the tables of measurements. The outcome of each part is saved in ``outcomes.csv`` as soon as it ends. A part that
-fails, or is out of time, does not keep the next one from running, and what it had measured is in the tables. All write what
-is printed to a file of their own, and end with a table of all promises and whether this call's measurements keep them.
+``perf/gpu first`` has the most important parts, for a GPU that is available for minutes. ``tests`` writes pytest's report.
+The others append to the tables of measurements. The outcome of each part is saved in ``outcomes.csv`` as soon as it ends. A
+part that fails, or is out of time, does not keep the next one from running, and its measurements so far are in the tables.
+Each call writes all output to a log, and ends with a table of all promises and whether its measurements keep them.
 
 They run in the environment of the Python that starts them, which needs torch, triton, numpy, pandas and pytest; with
 pytest-xdist the tests run on several processes, with pytest-timeout one that hangs ends after two minutes. Other packages
-are measured where they are installed, or lie in ``out/wheels``: ``perf/gpu wheels`` downloads them there.
+are measured if they are installed, or in ``out/wheels``, to which ``perf/gpu wheels`` downloads them.
 
-``--rehearse`` runs the same commands with tiny tensors and a few tests, on the CPU where there is no GPU.
+``--rehearse`` runs the same commands with tiny tensors and a few tests, on the CPU if the machine has no GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _FORMS = f"{_PRODUCTS} compiled_optim[split] compiled_optim[captured] 'compiled_
 _PEERS = """'optimi foreach' 'optimi triton' heavyball flashoptim 'flashoptim float32 state' bitsandbytes
     'bitsandbytes 8-bit' 'heavyball compile_step' 'torch fused compiled' 'torch foreach capturable compiled' torchao
     'torchao 8-bit' 'torchao bfloat16, stochastic'"""
-"""Those that compile long last: behind one, another begins only if it could take as long."""
+"""Those that compile long are last: after one of them, another begins only if it could take as long."""
 
 FIRST = {
     "checks --only fixed": 60.0,
@@ -55,10 +55,10 @@ FIRST = {
     "tests": 140.0,
     "loops --model gpt2 --rounds 11": 90.0,
 }
-"""What a GPU that is there for minutes tells, most telling first; ``tests`` are those of :data:`NEW`."""
+"""The parts of ``first`` with their seconds, the most important first. ``tests`` are those of :data:`NEW`."""
 
 SHOWING = ("checks --only unfixed", "checks --only others")
-"""Those that fail, or end with an illegal access, where the fault is that they show."""
+"""Parts that demonstrate a fault: they fail, or end with an illegal access, where it exists."""
 
 TIMINGS = {
     f"step --workload gpt2-124m --rounds 51 --competitors {_TORCHS} compiled_optim[watched]": 70.0,
@@ -74,7 +74,7 @@ TIMINGS = {
     "gates --only step bandwidth schedulers": 60.0,
     "gates --only first-step --tries 1": 70.0,
 }
-"""Commands of ``python -m perf`` with their seconds, those worth most first."""
+"""Commands of ``python -m perf`` with their seconds, the most important first."""
 
 OTHERS = {
     f"step --optimizer muon --workload gpt2-matrices --rounds 31 --competitors {_FORMS}": 80.0,
@@ -87,7 +87,7 @@ OTHERS = {
     "step --optimizer adamwschedulefree --workload gpt2-124m --rounds 31 --competitors schedulefree heavyball": 50.0,
     f"step --workload gpt2-124m --rounds 21 --competitors {_PEERS}": 150.0,
 }
-"""Other optimizers and forms; the other packages last, since some compile long."""
+"""Other optimizers and forms. The other packages are last, since some compile long."""
 
 COMPILED = {
     "loops --model small": 100.0,
@@ -97,7 +97,7 @@ COMPILED = {
     "training-step --rounds 101 --competitors compiled_optim[inductor] 'torch fused' 'torch fused compiled'": 110.0,
     "compiled-step --workload gpt2-124m --rounds 51 --modes default": 120.0,
 }
-"""Training loops, what a GPU alone can show, and functions that the user compiles; most of the time goes into compiling."""
+"""Training loops, checks, and functions that the user compiles. Most of the time is compiling."""
 
 TRAIN = {"train": LIMIT}
 """GPT-2 from random weights in every way to take a step."""
@@ -106,7 +106,7 @@ DISTRIBUTED = {"distributed": LIMIT}
 """Training on two GPUs and on four, compared with one."""
 
 FILES = ["tests/capture/test_cuda.py", "tests/capture/test_capture_surroundings.py"]
-"""All that hold tests marked ``cuda``."""
+"""All files with tests marked ``cuda``."""
 
 REHEARSED = " or ".join(
     [
@@ -116,25 +116,25 @@ REHEARSED = " or ".join(
         *("sparse_gradients", "leaves_nothing", "alignment", "draws"),
     ]
 )
-"""The tests of a rehearsal, as ``-k`` takes them."""
+"""The tests of a rehearsal, an argument of ``-k``."""
 
 NEW = [
     *("large_matrices", "after_the_capture", "graph_of_others", "few_bytes", "symmetric", "stacked", "reduce_overhead"),
     *("low_precision", "by_hand", "two_rules", "gradient_release", "sparse"),
 ]
-"""Words in the names of tests that have not passed on a GPU since what they test was changed."""
+"""Words in the names of tests that have not passed on a GPU since their subject changed."""
 
 TAIL = 60
-"""Lines that are printed of what a command printed."""
+"""The number of lines of a command's output that are printed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one of the calls; 1 if a part of it failed or was out of time, 2 if there is no GPU, 130 if it was interrupted."""
+    """Run one of the calls. Return 1 if a part failed or was out of time, 2 without a GPU, 130 after an interrupt."""
     started, begun = time.monotonic(), _now()
     args = _parser().parse_args(arguments)
     if args.call == WHEELS:
         return wheels.download()
-    import torch  # takes seconds, which count
+    import torch  # its seconds count
 
     from perf.results import device_name
 
@@ -170,7 +170,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def said(outcome: Outcome) -> str:
-    """The line of what a part printed that tells most: its error, or else the last one."""
+    """Return the most important line of a part's output: its error, or else the last one."""
     lines = [line.strip() for line in outcome.printed.splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("appended to ")]
     errors = [line for line in lines if re.match(r"[\w.]*(Error|Exception)\b", line)] if outcome.failure else []
@@ -178,7 +178,7 @@ def said(outcome: Outcome) -> str:
 
 
 def _save_outcome(outcome: Outcome, call: str, path: Path, device: str) -> None:
-    """Append what became of a part to a table."""
+    """Append the outcome of a part to a table."""
     import pandas as pd
 
     from perf.results import append_table, stamp
@@ -200,7 +200,7 @@ def _now() -> str:
 
 
 def verdicts(directory: Path, device: str, name: str, begun: str) -> pd.DataFrame:
-    """Every promise, against what was measured on the device of that name since ``begun``."""
+    """Return every promise with the measurement on the device of that name since ``begun``."""
     import pandas as pd
 
     from perf.gates import stored_checks
@@ -218,7 +218,7 @@ def verdicts(directory: Path, device: str, name: str, begun: str) -> pd.DataFram
 
 
 def first(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The parts of ``perf/gpu first``."""
+    """Return the parts of ``perf/gpu first``."""
     words = REHEARSED if rehearsal else " or ".join(NEW)
     parts = []
     for command, seconds in FIRST.items():
@@ -231,27 +231,27 @@ def first(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part
 
 
 def timings(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The measurements of ``perf/gpu timings``."""
+    """Return the measurements of ``perf/gpu timings``."""
     return _measurements(TIMINGS, directory, device, rehearsal)
 
 
 def others(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The measurements of ``perf/gpu others``."""
+    """Return the measurements of ``perf/gpu others``."""
     return _measurements(OTHERS, directory, device, rehearsal)
 
 
 def compiled(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The measurements of ``perf/gpu compiled``."""
+    """Return the measurements of ``perf/gpu compiled``."""
     return _measurements(COMPILED, directory, device, rehearsal)
 
 
 def train(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The trainings of ``perf/gpu train``."""
+    """Return the trainings of ``perf/gpu train``."""
     return _measurements(TRAIN, directory, device, rehearsal)
 
 
 def distributed(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The trainings of ``perf/gpu distributed``."""
+    """Return the trainings of ``perf/gpu distributed``."""
     return _measurements(DISTRIBUTED, directory, device, rehearsal)
 
 
@@ -264,19 +264,19 @@ def _measurements(commands: Mapping[str, float], directory: Path, device: str, r
 
 
 def _seconds(seconds: float, rehearsal: bool) -> float:
-    return (3 if rehearsal else 1) * seconds  # a CPU compiles and runs what it must
+    return (3 if rehearsal else 1) * seconds  # a CPU needs longer to compile and run
 
 
 def tests(directory: Path, device: str, name: str, rehearsal: bool) -> list[Part]:
-    """The run of pytest of ``perf/gpu tests``."""
+    """Return the run of pytest of ``perf/gpu tests``."""
     return [_pytest("cuda", directory, device, name, REHEARSED if rehearsal else "")]
 
 
 def _pytest(report: str, directory: Path, device: str, name: str, words: str) -> Part:
-    """The tests that need a GPU, those of some ``words``; ``name`` is in their ``report``."""
+    """Return the run of the tests that need a GPU, those with ``words``. Their ``report`` has the ``name``."""
     pytest = [
         *("-m", "pytest", *FILES, "--tb=short", "-p", "no:cacheprovider", "-o", f"junit_suite_name={name}"),
-        # What torch and Triton may say on a GPU and nowhere else. This package's own are RuntimeWarnings, and errors.
+        # Warnings of torch and Triton only on a GPU. This package's are RuntimeWarnings, and errors.
         *(word for kind in ("User", "Future", "Deprecation") for word in ("-W", f"default::{kind}Warning")),
         *(["-p", "pytest_timeout", "--timeout", "120"] if _is_installed("pytest_timeout") else []),
         *(["-k", words] if words else []),
@@ -284,7 +284,7 @@ def _pytest(report: str, directory: Path, device: str, name: str, words: str) ->
     ]
     workers = str(min(12, max(1, (os.cpu_count() or 1) * 3 // 4)))
     several = ["-p", "xdist.plugin", "-n", workers, "--dist", "worksteal"] if _is_installed("xdist") else []
-    # No other plugin, since it may warn; and no processes for compiling beside those of the tests.
+    # No other plugins, since they may warn, and no processes for compiling beside those of the tests.
     environment = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "2"}
     command = [*pytest, *several, "-m", "cuda", f"--junitxml={directory}/{report}-tests.xml"]
     return Part(480 + GRACE, command, environment, "tests")
@@ -311,7 +311,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="perf/gpu", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("call", choices=[*PLANS, WHEELS])
-    parser.add_argument("directory", nargs="?", type=Path, help="where the files go (default: perf/results)")
+    parser.add_argument("directory", nargs="?", type=Path, help="the folder of the files (default: perf/results)")
     parser.add_argument("--rehearse", action="store_true", help="tiny, on a CPU if there is no GPU (default: out/rehearsal)")
-    parser.add_argument("--limits", type=float, default=1.0, metavar="FACTOR", help="of the seconds that each part may take")
+    parser.add_argument("--limits", type=float, default=1.0, metavar="FACTOR", help="multiplies the seconds of each part")
     return parser

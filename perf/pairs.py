@@ -1,4 +1,4 @@
-"""Two optimizers of torch.optim where this package has one that combines them."""
+"""Two optimizers of torch.optim that one of this package combines."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class MuonAdamW(Optimizer):
     def __init__(self, params: Sequence[Tensor], lr: float = 1e-3) -> None:
         super().__init__(params, {"lr": lr})
         hidden = [param for name, param in named(params) if name.startswith("hidden")]
-        rest = [param for name, param in named(params) if not name.startswith("hidden")]
+        others = [param for name, param in named(params) if not name.startswith("hidden")]
         self._both: list[Optimizer] = [torch.optim.Muon(hidden, lr=lr, adjust_lr_fn="match_rms_adamw")]
-        if rest:
-            self._both.append(torch.optim.AdamW(rest, lr=lr, fused=True))
+        if others:
+            self._both.append(torch.optim.AdamW(others, lr=lr, fused=True))
 
     def step(self) -> None:  # type: ignore[override]
         """Step both."""

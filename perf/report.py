@@ -27,9 +27,9 @@ from perf.workloads import WORKLOADS, shapes
 
 ROOT = Path(__file__).parents[1]
 TESTS = "tests/optimizers/test_reference.py"
-PLACE = ["device", "threads", "torch", "commit"]
+CONDITIONS = ["device", "threads", "torch", "commit"]
 BARS = 24
-"""The most bars in a picture; those of the times are the shortest."""
+"""The most bars in a picture: those of the shortest times."""
 
 PAGE = """<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><title>compiled_optim: measurements</title>
@@ -51,19 +51,19 @@ class Section:
 
     title: str
     text: str
-    pictures: Sequence[tuple[str, str]] = ()  # SVG, and what it shows and where that was measured
+    pictures: Sequence[tuple[str, str]] = ()  # SVG, and its caption with the conditions of the measurement
     table: str = ""  # HTML
 
 
 class RedTestsError(Exception):
-    """An optimizer's tests fail, so nothing is said about its speed."""
+    """An optimizer's tests fail, so its speed is not reported."""
 
 
 def write(directory: Path, optimizers: Sequence[str], device: torch.device, steps: int, path: Path) -> None:
     """Write the page about some optimizers, whose tests are run first.
 
     Raises:
-        RedTestsError: the tests of one fail, or there are none.
+        RedTestsError: the tests of one fail, or it has none.
     """
     check(optimizers)
     tables = {file.stem: results.read(file) for file in sorted(directory.glob("*.csv"))}
@@ -75,7 +75,7 @@ def check(optimizers: Sequence[str]) -> None:
     """Run the tests that compare each optimizer with its reference.
 
     Raises:
-        RedTestsError: those of one fail, or there are none.
+        RedTestsError: the tests of one fail, or it has none.
     """
     for name in optimizers:
         command = [
@@ -99,7 +99,7 @@ def check(optimizers: Sequence[str]) -> None:
 def sections(
     tables: dict[str, pd.DataFrame], optimizers: Sequence[str], device: torch.device, steps: int
 ) -> Iterator[Section]:
-    """The page, part by part; a table that is not there leaves its part without a picture."""
+    """Yield the parts of the page. If a table is missing, its part has no picture."""
     none = pd.DataFrame(columns=results.COLUMNS)
     of = {
         name: latest(table[table["optimizer"].isin(optimizers)])
@@ -131,7 +131,7 @@ def sections(
         "Run for this page: a small transformer on text, equal batches and first weights, steps in turn.",
         [loop for name in optimizers for loop in training_loops(name, device, steps)],
     )
-    missed = pd.DataFrame(failures(tables, times), columns=["what", "limit", "measured", *PLACE])
+    missed = pd.DataFrame(failures(tables, times), columns=["what", "limit", "measured", *CONDITIONS])
     yield Section(
         "What did not hold",
         "Promises that the latest measurements miss or that were not measured there, and steps slower than those of a peer.",
@@ -140,14 +140,14 @@ def sections(
 
 
 def latest(table: pd.DataFrame) -> pd.DataFrame:
-    """The last row of every quantity on every device, in the order of the file."""
+    """Return the last row of every quantity on every device, in the order of the file."""
     return table.drop_duplicates(["workload", "optimizer", "competitor", "metric", "device", "threads"], keep="last")
 
 
-def pictures(rows: pd.DataFrame, apart: list[str], label: str, unit: str) -> list[tuple[str, str]]:
-    """Bars of medians: a picture for each device and each value of the columns ``apart``."""
-    made = []
-    for key, part in rows.groupby(["device", "threads", *apart], sort=False):
+def pictures(rows: pd.DataFrame, separate: list[str], label: str, unit: str) -> list[tuple[str, str]]:
+    """Draw bars of medians: a picture for each device and each value of the columns ``separate``."""
+    drawn = []
+    for key, part in rows.groupby(["device", "threads", *separate], sort=False):
         part = part.dropna(subset="p50").sort_values("p50").head(BARS)
         if part.empty:
             continue
@@ -157,8 +157,8 @@ def pictures(rows: pd.DataFrame, apart: list[str], label: str, unit: str) -> lis
         axes.barh(part[label].tolist(), part["p50"], color=colors)
         axes.invert_yaxis()
         axes.set_xlabel(unit)
-        made.append((_svg(figure), f"{', '.join(map(str, key[2:]))}. {place(part)}"))
-    return made
+        drawn.append((_svg(figure), f"{', '.join(map(str, key[2:]))}. {conditions(part)}"))
+    return drawn
 
 
 def _lines(rows: pd.DataFrame) -> Iterator[tuple[str, str]]:
@@ -170,11 +170,11 @@ def _lines(rows: pd.DataFrame) -> Iterator[tuple[str, str]]:
             axes.plot(line["tensors"], line["p50"], marker="o", label=name)
         axes.set(xscale="log", xlabel="tensors", ylabel="s", ylim=(0, None))
         axes.legend()
-        yield _svg(figure), f"{optimizer}. {place(part)}"
+        yield _svg(figure), f"{optimizer}. {conditions(part)}"
 
 
 def training_loops(optimizer: str, device: torch.device, steps: int) -> Iterator[tuple[str, str]]:
-    """Losses and times of a loop with this package's optimizer, and with torch's, fused where it has that."""
+    """Draw losses and times of a loop with this package's optimizer, and with torch's, fused if possible."""
     calls, losses = {}, {}
     for name in (OURS, FUSED if _is_in_torch(optimizer, FUSED, device) else "torch"):
         if name != OURS and not _is_in_torch(optimizer, name, device):
@@ -184,9 +184,9 @@ def training_loops(optimizer: str, device: torch.device, steps: int) -> Iterator
         params = list(model.to(device).parameters())
         if exported()[optimizer]._granularity == "matrix":
             params = [param for param in params if param.dim() == 2]  # the others stay as they are
-        made = competitor(optimizer, name).make(params)
+        instance = competitor(optimizer, name).make(params)
         losses[name] = []
-        calls[name] = _step(model, made, [(x.to(device), y.to(device)) for x, y in batches], losses[name])
+        calls[name] = _step(model, instance, [(x.to(device), y.to(device)) for x, y in batches], losses[name])
     seconds = in_turn(calls, device, rounds=steps, warmup=0)
     figure = Figure(figsize=(9, 3.5))
     left, right = figure.subplots(1, 2)
@@ -196,12 +196,12 @@ def training_loops(optimizer: str, device: torch.device, steps: int) -> Iterator
     left.set(xlabel="step", ylabel="loss, nats")
     right.set(xlabel="step", ylabel="ms" if device.type != "cpu" else "ms of processors", yscale="log")
     left.legend()
-    here = results.frame([Row("loop", "text", optimizer, OURS, "", "ms", 0, 0, 0, None, steps)], device)
-    yield _svg(figure), f"{optimizer}, {steps} steps. {place(here)}"
+    rows = results.frame([Row("loop", "text", optimizer, OURS, "", "ms", 0, 0, 0, None, steps)], device)
+    yield _svg(figure), f"{optimizer}, {steps} steps. {conditions(rows)}"
 
 
 def _is_in_torch(optimizer: str, name: str, device: torch.device) -> bool:
-    """Whether torch.optim has it in this way."""
+    """Return whether torch.optim has the optimizer in this way."""
     try:
         param = torch.zeros(2, 2, device=device, requires_grad=True)
         param.grad = torch.zeros_like(param)
@@ -212,10 +212,10 @@ def _is_in_torch(optimizer: str, name: str, device: torch.device) -> bool:
 
 
 def _step(model: Any, optimizer: Any, batches: Sequence[Any], losses: list[torch.Tensor]) -> Any:
-    left = iter(batches)
+    remaining = iter(batches)
 
     def step() -> None:
-        inputs, targets = next(left)
+        inputs, targets = next(remaining)
         loss = functional.cross_entropy(model(inputs).flatten(0, -2), targets.flatten())
         loss.backward()
         optimizer.step()
@@ -226,7 +226,7 @@ def _step(model: Any, optimizer: Any, batches: Sequence[Any], losses: list[torch
 
 
 def failures(tables: dict[str, pd.DataFrame], times: pd.DataFrame) -> Iterator[list[Any]]:
-    """What the latest rows miss: the promises about them, and ratios of steps above 1."""
+    """Yield promises that the latest rows miss, and ratios of steps above 1."""
     for kind in ("cpu", "cuda"):
         for benchmark, promised in gates.stored_checks(kind):
             table = tables.get(benchmark, pd.DataFrame(columns=results.COLUMNS))
@@ -235,14 +235,14 @@ def failures(tables: dict[str, pd.DataFrame], times: pd.DataFrame) -> Iterator[l
                 for promise, value in promised.look_up(part):
                     if value is None or not promise.kept_by(value):
                         measured = "not measured" if value is None else f"{value:.3g}"
-                        yield [promise.name, str(promise), measured, *part.iloc[-1][PLACE]]
+                        yield [promise.name, str(promise), measured, *part.iloc[-1][CONDITIONS]]
     for _, row in times[(times["ratio"] > 1) & ~times["competitor"].str.startswith(OURS)].iterrows():
         what = f"{row['optimizer']} step, {row['workload']}: time / {row['competitor']}"
-        yield [what, "at most 1", f"{row['ratio']:.3g}", *row[PLACE]]
+        yield [what, "at most 1", f"{row['ratio']:.3g}", *row[CONDITIONS]]
 
 
 def remarks(step: pd.DataFrame) -> str:
-    """Why peers did not run, and what makes the times of others hard to compare."""
+    """List the reasons why peers did not run, and why the times of others are hard to compare."""
     last = step.drop_duplicates(["workload", "optimizer", "competitor", "device", "threads"], keep="last")
     absent = last[last["metric"].str.startswith(NOT_RUN)]
     lines = [f"{r.competitor} ({r.optimizer}, {r.workload}, {r.device}) {r.metric}" for r in absent.itertuples()]
@@ -250,8 +250,8 @@ def remarks(step: pd.DataFrame) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(line)}</li>" for line in dict.fromkeys(lines)) + "</ul>"
 
 
-def place(rows: pd.DataFrame) -> str:
-    """Where rows were measured, and by which revisions."""
+def conditions(rows: pd.DataFrame) -> str:
+    """Describe the device and the revisions of rows."""
     first = rows.iloc[0]
     threads, versions = f"{first['threads']} threads", ", ".join(dict.fromkeys(rows["torch"]))
     return f"{first['device']}, {threads}, torch {versions}, revision {', '.join(dict.fromkeys(rows['commit']))}"

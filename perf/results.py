@@ -18,9 +18,9 @@ from perf.competitors import OURS, PEERS
 
 RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "did not run: "
-"""Begins the metric of a row without numbers."""
+"""The beginning of the metric of a row without numbers."""
 OUT_OF_TIME = "out of time"
-"""Why something did not run that did not fail."""
+"""The reason of a row for a competitor that did not fail."""
 
 
 @dataclass(frozen=True)
@@ -31,11 +31,11 @@ class Row:
         benchmark: the command that measured it.
         workload: a name from ``perf.workloads``.
         optimizer: lower-case name.
-        competitor: whose quantity it is.
-        metric: what was measured.
+        competitor: the way to make the optimizer.
+        metric: the measured quantity.
         unit: of ``p20``, ``p50`` and ``p80``.
         p20, p50, p80: percentiles over the ``n`` samples.
-        ratio: p50 of this package's default divided by this ``p50``; empty where that means nothing.
+        ratio: p50 of this package's default divided by this ``p50``; empty if that means nothing.
         n: number of samples.
     """
 
@@ -56,13 +56,13 @@ COLUMNS = [*(f.name for f in fields(Row)), "torch", "python", "device", "threads
 
 
 def percentiles(samples: Sequence[float]) -> tuple[float, float, float]:
-    """The 20th, 50th and 80th percentile."""
+    """Return the 20th, 50th and 80th percentile."""
     p20, p50, p80 = pd.Series(samples, dtype="float64").quantile([0.2, 0.5, 0.8])
     return p20, p50, p80
 
 
 def left_out(benchmark: str, workload: str, optimizer: str, reasons: Mapping[str, str]) -> list[Row]:
-    """Rows without numbers for competitors that did not run, which say why."""
+    """Return rows without numbers for competitors that did not run, with the reasons."""
     none = math.nan
     return [
         Row(benchmark, workload, optimizer, name, f"{NOT_RUN}{why}", "", none, none, none, None, 0)
@@ -71,12 +71,12 @@ def left_out(benchmark: str, workload: str, optimizer: str, reasons: Mapping[str
 
 
 def says_failure(row: Row) -> bool:
-    """Whether something of this package's did not run that should have."""
+    """Return whether a part of this package failed to run."""
     return row.competitor.startswith(OURS) and row.metric.startswith(NOT_RUN) and not row.metric.endswith(OUT_OF_TIME)
 
 
 def frame(rows: Sequence[Row], device: torch.device) -> pd.DataFrame:
-    """``rows`` with the columns that say where and when they were measured."""
+    """Return a table of ``rows`` with the columns of device, threads, versions and date."""
     table = pd.DataFrame([asdict(row) for row in rows])
     table["device"] = device_name(device)
     table["threads"] = torch.get_num_threads()
@@ -85,7 +85,7 @@ def frame(rows: Sequence[Row], device: torch.device) -> pd.DataFrame:
 
 
 def stamp(table: pd.DataFrame) -> pd.DataFrame:
-    """``table`` with the versions it was made with, and when."""
+    """Return ``table`` with columns of versions and date."""
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return table.assign(torch=torch.__version__, python=platform.python_version(), commit=_commit(), date=now)
 
@@ -111,13 +111,13 @@ def append_table(table: pd.DataFrame, path: Path, float_format: str | None = Non
     Raises:
         ValueError: the file has other columns.
     """
-    if path.exists() and (there := list(pd.read_csv(path, nrows=0).columns)) != list(table.columns):
-        raise ValueError(f"{path} has the columns {there}, not {list(table.columns)}")
+    if path.exists() and (existing := list(pd.read_csv(path, nrows=0).columns)) != list(table.columns):
+        raise ValueError(f"{path} has the columns {existing}, not {list(table.columns)}")
     table.to_csv(path, mode="a", header=not path.exists(), index=False, float_format=float_format)
 
 
 def read(path: Path) -> pd.DataFrame:
-    """The table of a file; a revision of digits, or one like 2e01545, is not a number."""
+    """Read a table. Revisions are text, also those of digits or like 2e01545."""
     return pd.read_csv(path, dtype={"commit": str})
 
 
@@ -140,7 +140,7 @@ def show(rows: Sequence[Row], title: str) -> None:
 
 
 def _in_words(row: Row) -> str:
-    """What a ratio of times means."""
+    """Describe a ratio of times."""
     if not row.ratio or row.unit not in ("s", "ms", "us") or 0.95 < row.ratio < 1.05:
         return ""
     return f", ours is {max(row.ratio, 1 / row.ratio):.1f}x {'faster' if row.ratio < 1 else 'slower'}"
@@ -153,7 +153,7 @@ def show_table(table: pd.DataFrame, title: str) -> None:
 
 
 def device_name(device: torch.device) -> str:
-    """The model name of the GPU, or of the CPU with the vector instructions that torch uses there."""
+    """Return the model of the GPU, or of the CPU with the vector instructions that torch uses."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     try:
@@ -164,9 +164,9 @@ def device_name(device: torch.device) -> str:
     return f"{next(models, platform.processor() or platform.machine())}, {torch.backends.cpu.get_cpu_capability()}"
 
 
-@functools.cache  # an interrupt reaches git, too
+@functools.cache  # an interrupt would end git, too
 def _commit() -> str:
-    """The short hash of the checkout, ``-dirty`` if anything but the results differs from it."""
+    """Return the short hash of the checkout, with ``-dirty`` if any file but the results differs from it."""
 
     def git(*args: str) -> str:
         done = subprocess.run(["git", *args], cwd=RESULTS.parent.parent, capture_output=True, text=True, check=True)

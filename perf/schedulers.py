@@ -1,4 +1,4 @@
-"""What a step of torch's schedulers costs, with this package's optimizers and with torch.optim's: ``measure_schedulers``."""
+"""Times of torch's schedulers, with this package's optimizers and with torch.optim's: ``measure_schedulers``."""
 
 from __future__ import annotations
 
@@ -24,30 +24,30 @@ SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "LambdaLR": lambda optimizer: LambdaLR(optimizer, lambda step: 1 / (1 + step)),
     "StepLR": lambda optimizer: StepLR(optimizer, 10),
     "CosineAnnealingLR": lambda optimizer: CosineAnnealingLR(optimizer, 1000),
-    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10**9),  # moves a momentum too
+    "OneCycleLR": lambda optimizer: OneCycleLR(optimizer, 0.1, total_steps=10**9),  # changes momentum too
 }
 
 
 def measure_schedulers(optimizer: str, device: torch.device, *, rounds: int) -> Iterator[list[Row]]:
-    """Microseconds of processor time for a scheduler's step over each of :data:`GROUPS`, in turn in one process."""
+    """Measure microseconds of processor time of a scheduler's step over each of :data:`GROUPS`, in turn in one process."""
     for count, (metric, schedule) in itertools.product(GROUPS, SCHEDULERS.items()):
-        made, samples = {}, {}
+        schedulers, samples = {}, {}
         for name in (OURS, "torch fused"):
             groups = [{"params": [param]} for param in make_params([(2,)] * count, device)]
             stepped = competitor(optimizer, name).make(groups)
-            made[name], samples[name] = schedule(stepped), []
+            schedulers[name], samples[name] = schedule(stepped), []
             stepped.step()  # or schedulers warn
         rows = functools.partial(_rows, f"{count} groups", optimizer, metric, samples)
-        yield from kept(functools.partial(_take, made, samples, rounds), rows)
+        yield from kept(functools.partial(_take, schedulers, samples, rounds), rows)
 
 
-def _take(made: Mapping[str, Any], samples: Samples, rounds: int) -> None:
+def _take(schedulers: Mapping[str, Any], samples: Samples, rounds: int) -> None:
     for _ in range(rounds):
-        for name, scheduler in made.items():
-            begin = time.process_time()
+        for name, scheduler in schedulers.items():
+            started = time.process_time()
             for _ in range(STEPS):
                 scheduler.step()
-            samples[name].append(1e6 * (time.process_time() - begin) / STEPS)
+            samples[name].append(1e6 * (time.process_time() - started) / STEPS)
 
 
 def _rows(workload: str, optimizer: str, metric: str, samples: Samples) -> list[Row]:

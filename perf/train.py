@@ -1,7 +1,7 @@
-"""Training of a GPT from random weights on made text, in the ways that there are to take its steps.
+"""Training of a GPT from random weights on generated text, in every way to take its steps.
 
 All ways begin with equal weights and read equal batches, so that AdamW's losses must be torch's. :func:`measure_training`
-gives the rows of one way after the other: tokens per second, memory, losses, and the optimizer's share of the step.
+yields the rows of one way after the other: tokens per second, memory, losses, and the optimizer's share of the step.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Training:
     """A model and how it is trained.
 
     Attributes:
-        lr: after the warm-up, from where it falls along a cosine to a tenth.
-        block: steps between two looks at the clock. The first block compiles and captures, and its time does not count.
+        lr: the learning rate after the warm-up. Then it falls along a cosine to a tenth.
+        block: steps that are timed together. The first block compiles and captures, and its time does not count.
     """
 
     size: Size
@@ -42,18 +42,18 @@ class Training:
 
     @property
     def steps(self) -> int:
-        """All of them."""
+        """The number of all steps."""
         return self.block * self.blocks
 
     def rate(self, step: int) -> float:
-        """The learning rate of a step: each has another one."""
+        """Return the learning rate of a step. Each step has another one."""
         done = (step + 1) / self.steps
         return self.lr * min(10 * done, 0.55 + 0.45 * math.cos(math.pi * done))
 
 
 MODELS = {
     "gpt2": Training(Size(768, 12, 50304, 16, 1024), 6e-4, 20, 8),  # 124 million parameters
-    "small": Training(Size(64, 1, 256, 16, 32), 3e-3, 10, 8),  # in two minutes on a CPU
+    "small": Training(Size(64, 1, 256, 16, 32), 3e-3, 10, 8),  # two minutes on a CPU
 }
 
 NONE, HYBRID = "no optimizer", "compiled_optim MuonAdamW"
@@ -74,13 +74,13 @@ WAYS = [
     Way("torch foreach capturable compiled", "model"),
     Way("torchao", "model"),
 ]
-"""Those worth most first, after what the others are compared with; last those that compile long."""
+"""The references of comparisons first, then the most important ways, last those that compile long."""
 
 FOLLOWERS = 8
-"""How many words may come after a word."""
+"""The number of words that may follow a word."""
 
 TOLERANCE = 0.01
-"""Nats by which the losses of a block may differ from those with torch's AdamW, in the mean.
+"""Nats by which the losses of a block may differ in the mean from torch's AdamW.
 
 Sums have another order, autocast rounds to bfloat16, and on GPUs attention adds up gradients in any order.
 """
@@ -91,7 +91,7 @@ DIFFERENCE = f"largest mean difference of a block's losses from those of {FUSED}
 def measure_training(
     name: str, device: torch.device, *, deadline: Deadline | None = None, ways: Sequence[Way] = tuple(WAYS)
 ) -> Iterator[list[Row]]:
-    """The rows of each way as soon as it is done; a way that fails, or would not fit into the time left, says so."""
+    """Yield the rows of each way as soon as it ends. A way that fails, or would take too long, has a row with the reason."""
     training, deadline, done = MODELS[name], deadline or Deadline(), {}
     texts, least = made_texts(training)
     texts = texts.to(device)
@@ -103,7 +103,7 @@ def measure_training(
                 with let_in(), deadline.piece(), torch._dynamo.config.patch(trace_autograd_ops=True):
                     done[way] = _train(way, training, texts)
                     why = ""
-            except Exception as error:  # packages raise what they like, compilers too
+            except Exception as error:  # packages and compilers may raise any
                 why = reason(error)
             except KeyboardInterrupt as error:
                 why, interrupt = INTERRUPTED, error
@@ -113,10 +113,10 @@ def measure_training(
 
 
 def made_texts(training: Training, seed: int = 0) -> tuple[Tensor, float]:
-    """A batch of texts for each step, and about the least loss that a model can reach on them.
+    """Generate a batch of texts for each step. Return also about the least loss that a model can reach on them.
 
-    A word is followed by one of a few, of which each is half as likely as the one before. Frequent words are learned first,
-    as in a language: the followers are drawn so that a word is the rarer the later it comes in the vocabulary.
+    A word is followed by one of a few words, each half as likely as the one before. Frequent words are learned first, as in
+    a language: followers are drawn so that words late in the vocabulary are rare.
     """
     size, generator = training.size, torch.Generator().manual_seed(seed)
     followers = (size.words ** torch.rand(size.words, FOLLOWERS, generator=generator)).long() - 1
@@ -131,13 +131,13 @@ def made_texts(training: Training, seed: int = 0) -> tuple[Tensor, float]:
 
 @dataclass(frozen=True, eq=False)
 class Trained:
-    """What became of a training.
+    """The result of a training.
 
     Attributes:
-        losses: of each step.
+        losses: the loss of each step.
         first: seconds of the first block by the wall clock.
-        seconds: of each block after it; on a CPU those of processors, so that other work on the machine counts little.
-        memory: the most that was in use, in bytes.
+        seconds: of each later block; on a CPU of processor time, so that other work on the machine counts little.
+        memory: the most memory in use, in bytes.
     """
 
     losses: Tensor
@@ -147,13 +147,13 @@ class Trained:
 
 
 def _train(way: Way, training: Training, texts: Tensor) -> Trained:
-    """Train a model of its own.
+    """Train a new model.
 
     Raises:
         RuntimeError: the loss does not fall.
     """
     device = texts.device
-    gc.collect()  # of the way before
+    gc.collect()  # after the previous way
     if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
@@ -174,10 +174,10 @@ def _train(way: Way, training: Training, texts: Tensor) -> Trained:
         seconds.append(clock() - started)
         if start == 0:
             first = time.perf_counter() - begun
-    found = torch.stack(losses).float().cpu()
-    if way.competitor != NONE and not found[-training.block :].mean() < 0.9 * found[0]:
-        raise RuntimeError(f"it does not train: losses {found[:: training.block].tolist()}")
-    return Trained(found, first, seconds[1:], _allocated(device, most=True) - before)
+    curve = torch.stack(losses).float().cpu()
+    if way.competitor != NONE and not curve[-training.block :].mean() < 0.9 * curve[0]:
+        raise RuntimeError(f"it does not train: losses {curve[:: training.block].tolist()}")
+    return Trained(curve, first, seconds[1:], _allocated(device, most=True) - before)
 
 
 def _initialize(model: GPT) -> None:
@@ -192,10 +192,10 @@ def _initialize(model: GPT) -> None:
 
 
 def _optimizer(way: Way, model: nn.Module) -> Any:
-    """The optimizer of ``way``, with AdamW's hyperparameters of this folder where it takes them."""
+    """Return the optimizer of ``way``, with this folder's hyperparameters of AdamW if it takes them."""
     if way.competitor == HYBRID:
         return co.MuonAdamW(model, weight_decay=1e-2)
-    if way.competitor == NONE:  # a runner needs one: it has a single number, which has no gradient
+    if way.competitor == NONE:  # a runner needs one: its only parameter has no gradient
         optimizer = co.SGD([nn.Parameter(torch.zeros(1, device=next(model.parameters()).device))])
         optimizer.zero_grad = model.zero_grad
         return optimizer
@@ -215,14 +215,14 @@ def _set_rate(optimizer: Any, rate: float) -> None:
 
 
 def _allocated(device: torch.device, *, most: bool = False) -> int:
-    """Bytes of the GPU's memory; 0 on a CPU, where much else is in a process's memory."""
+    """Return bytes of the GPU's memory. On a CPU it is 0, since a process holds much else."""
     if device.type != "cuda":
         return 0
     return torch.cuda.max_memory_allocated(device) if most else torch.cuda.memory_allocated(device)
 
 
 def _rows(way: Way, training: Training, done: dict[Way, Trained]) -> Iterator[Row]:
-    """All that is known of a way; it is compared with what is done."""
+    """Yield the rows of a way. It is compared with the ways that are ``done``."""
     trained, size = done[way], training.size
     steps = [1e3 * s / training.block for s in trained.seconds]
     yield _row(training, str(way), "training step", "ms", steps)
@@ -251,5 +251,5 @@ def _row(training: Training, way: str, metric: str, unit: str, values: Sequence[
 
 
 def failed(row: Row) -> bool:
-    """Whether losses are not torch's."""
+    """Return whether losses differ from torch's."""
     return row.benchmark == "train" and row.metric == DIFFERENCE and not row.p50 <= TOLERANCE

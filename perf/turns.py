@@ -1,6 +1,6 @@
-"""Several ways of doing one thing: each is timed as soon as it is made, then all in turn.
+"""Timing of several ways to do one thing: each alone as soon as it is made, then all in turn.
 
-What was timed becomes rows at once. So nothing is lost with a way that is interrupted, fails, or ends the process.
+Times become rows at once. So nothing is lost if a way is interrupted, fails, or ends the process.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ Samples: TypeAlias = dict[str, list[float]]
 T = TypeVar("T")
 
 ALONE = 4
-"""One of so many rounds is also taken by each way alone."""
+"""Each way alone takes the number of rounds divided by this."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """What is timed: ``run``, and not ``prepare``, which is called before it with the number of the round.
+    """A function ``run`` that is timed, and ``prepare``, which is called before it with the number of the round.
 
-    ``found`` are the rows of what was measured while the call was made.
+    ``rows`` were measured while the call was made.
     """
 
     run: Callable[[], object]
     prepare: Callable[[int], object] = lambda index: None
-    found: Sequence[Row] = ()
+    rows: Sequence[Row] = ()
 
 
 @dataclass(frozen=True)
 class Table:
-    """Which rows times become; ratios are those of the way ``own`` to each."""
+    """The rows of times, with ratios of the way ``reference`` to each."""
 
     benchmark: str
     workload: str
     metric: str
     optimizer: str = "adamw"
-    own: str = OURS
-    paired: str = field(kw_only=True, default="")  # the metric of ratios within rounds, if it does not follow
+    reference: str = OURS
+    paired: str = field(kw_only=True, default="")  # the metric of ratios within rounds, if not the default
 
     def alone(self, name: str, seconds: Sequence[float]) -> list[Row]:
-        """A way that was timed alone."""
+        """Return the row of a way that was timed alone."""
         return [self._row(name, f"{self.metric}, alone", "ms", [1e3 * s for s in seconds])] if seconds else []
 
     def together(self, samples: Samples) -> list[Row]:
-        """Ways that were timed in turn: each, with the ratio of medians, and ratios within each round."""
-        own = samples.get(self.own, [])
+        """Return rows of ways that were timed in turn, with the ratio of medians, and of ratios within each round."""
+        base = samples.get(self.reference, [])
         rows = []
         for name, seconds in samples.items():
-            ratio = percentiles(own)[1] / percentiles(seconds)[1] if own else None
+            ratio = percentiles(base)[1] / percentiles(seconds)[1] if base else None
             rows.append(self._row(name, self.metric, "ms", [1e3 * s for s in seconds], ratio))
         for name, seconds in samples.items():
-            if own and name != self.own:
-                ratios = [ours / theirs for ours, theirs in zip(own, seconds, strict=True)]
+            if base and name != self.reference:
+                ratios = [ours / theirs for ours, theirs in zip(base, seconds, strict=True)]
                 rows.append(self._row(name, self.paired or f"paired ratio, {self.metric}", "ratio", ratios))
         return rows
 
@@ -84,19 +84,19 @@ def measured(
     reasons: dict[str, str] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Iterator[list[Row]]:
-    """Rows of each way as soon as it was made and timed alone, then those of all in turn.
+    """Yield rows of each way as soon as it was made and timed alone, then those of all in turn.
 
-    A way that fails has a row that says why, and the next one begins; one that fails in turn ends the turns. A way begins
-    only if it would end before the ``deadline``, were it as long as the longest.
+    A way that fails alone has a row with the reason, and the next one begins; one that fails in turn ends the turns. A way
+    begins only if it would end before the ``deadline``, were it as long as the longest.
 
     Args:
-        table: what times become.
-        ways: by name, what makes what is timed.
-        device: to wait for.
-        rounds: in turn.
+        table: turns times into rows.
+        ways: functions that make the calls, by name.
+        device: the device to wait for.
+        rounds: the number of rounds in turn.
         warmup: further rounds before them, which are not timed.
-        deadline: shared by all that a command measures; by default there is none.
-        reasons: takes why ways did not run; those that it has already are left out without a word.
+        deadline: shared by all measurements of a command; none by default.
+        reasons: gets the reasons why ways did not run. Ways that it already has are left out without a row.
         clock: returns seconds.
     """
     deadline, reasons = deadline or Deadline(), {} if reasons is None else reasons
@@ -107,26 +107,26 @@ def measured(
         reasons.update(why)
         return left_out(table.benchmark, table.workload, table.optimizer, why)
 
-    for place, name in enumerate(names):
+    for index, name in enumerate(names):
         if not deadline.allows_another():
             yield absent({name: OUT_OF_TIME})
             continue
         samples: Samples = {name: []}
-        found: list[Row] = []
+        rows: list[Row] = []
         try:
             with let_in(), deadline.piece():
-                made = ways[name]()
-                found += made.found
-                _take(samples, {name: made}, device, -(-rounds // ALONE), warmup, clock, Deadline())
-        except Exception as error:  # packages raise what they like, compilers too
+                call = ways[name]()
+                rows += call.rows
+                _take(samples, {name: call}, device, -(-rounds // ALONE), warmup, clock, Deadline())
+        except Exception as error:  # packages and compilers may raise any
             traceback.print_exc()
-            yield found + table.alone(name, samples[name]) + absent({name: reason(error)})
+            yield rows + table.alone(name, samples[name]) + absent({name: reason(error)})
             continue
         except BaseException:
-            yield found + table.alone(name, samples[name]) + absent(dict.fromkeys(names[place:], "interrupted"))
+            yield rows + table.alone(name, samples[name]) + absent(dict.fromkeys(names[index:], "interrupted"))
             raise
-        calls[name] = made
-        yield found + table.alone(name, samples[name])
+        calls[name] = call
+        yield rows + table.alone(name, samples[name])
     if not calls:
         return
     samples, now = {name: [] for name in calls}, [""]
@@ -144,7 +144,7 @@ def measured(
 
 
 def kept(take: Callable[[], object], rows: Callable[[], list[Row]]) -> Iterator[list[Row]]:
-    """The ``rows`` of what ``take`` measures; those of what it had measured where it fails or is interrupted."""
+    """Yield the ``rows`` after ``take`` has measured them, also if it fails or is interrupted."""
     try:
         with let_in():
             take()
@@ -155,7 +155,7 @@ def kept(take: Callable[[], object], rows: Callable[[], list[Row]]) -> Iterator[
 
 
 def _whole_rounds(table: Table, samples: Samples) -> list[Row]:
-    """Rows of the rounds in which every way was timed."""
+    """Return rows of the rounds in which every way was timed."""
     count = min((len(seconds) for seconds in samples.values()), default=0)
     return table.together({name: seconds[:count] for name, seconds in samples.items()}) if count else []
 
@@ -170,7 +170,7 @@ def _take(
     deadline: Deadline,
     now: list[str] | None = None,
 ) -> None:
-    """Add the seconds of each call to ``samples``, each round in another order, as long as there is time.
+    """Add the seconds of each call to ``samples``, each round in another order, until the deadline.
 
     The last of ``now`` becomes the name of the way that runs.
     """
@@ -189,22 +189,22 @@ def _take(
 
 
 def in_turn(calls: Mapping[str, Callable[[], object]], device: torch.device, *, rounds: int, warmup: int) -> Samples:
-    """Seconds of each call, each round in another order."""
+    """Measure seconds of each call, each round in another order."""
     samples: Samples = {name: [] for name in calls}
-    made = {name: Call(call) for name, call in calls.items()}
-    _take(samples, made, device, rounds, warmup, clock_of_processors(device), Deadline())
+    timed_calls = {name: Call(call) for name, call in calls.items()}
+    _take(samples, timed_calls, device, rounds, warmup, clock_of_processors(device), Deadline())
     return samples
 
 
 def in_another_order(entrants: Sequence[T], index: int) -> Iterator[T]:
-    """``entrants`` rotated by ``index``, and reversed every other time round so that neighbours change."""
+    """Yield ``entrants`` rotated by ``index``, in every second rotation reversed so that neighbours change."""
     count = len(entrants)
     order = [entrants[(index + i) % count] for i in range(count)]
     yield from reversed(order) if (index // count) % 2 else order
 
 
 def timed(function: Callable[[], object], device: torch.device, clock: Callable[[], float] = time.perf_counter) -> float:
-    """The seconds that a call and its work on the device take."""
+    """Return the seconds of a call and its work on the device."""
     synchronize(device)
     started = clock()
     function()
@@ -213,7 +213,7 @@ def timed(function: Callable[[], object], device: torch.device, clock: Callable[
 
 
 def clock_of_processors(device: torch.device) -> Callable[[], float]:
-    """On a CPU the time of processors, so that other work on the machine counts little."""
+    """Return the clock: on a CPU of processor time, so that other work on the machine counts little."""
     return time.process_time if device.type == "cpu" else time.perf_counter
 
 
@@ -225,7 +225,7 @@ def synchronize(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Collect garbage before and not meanwhile."""
+    """Collect garbage before the block, and not inside."""
     gc.collect()
     gc.disable()
     try:

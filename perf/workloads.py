@@ -1,4 +1,4 @@
-"""Lists of parameter shapes that stand for models; there are no weights."""
+"""Lists of parameter shapes that represent models, without weights."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from compiled_optim.simulated.shapes import Shapes, gpt2, vit_tiny
 
 
 def _gpt_matrices(width: int) -> Shapes:
-    """The hidden matrices of a GPT with 12 layers: 48 tensors of 4 shapes."""
+    """Return the hidden matrices of a GPT with 12 layers: 48 tensors of 4 shapes."""
     return [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)] * 12
 
 
 TINY = "tiny-matrices"
-"""The workload of rehearsals, which every optimizer takes."""
+"""The workload of rehearsals, for every optimizer."""
 
 WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "gpt2-124m": gpt2,
@@ -34,10 +34,10 @@ WORKLOADS: dict[str, Callable[[], Shapes]] = {
 
 
 def shapes(name: str) -> Shapes:
-    """The parameter shapes of the workload ``name``."""
+    """Return the parameter shapes of the workload ``name``."""
     return WORKLOADS[name]()
 
 
 def elements(name: str) -> int:
-    """How many parameters, counted in elements, the workload ``name`` has."""
+    """Return the number of elements of all parameters of the workload ``name``."""
     return sum(math.prod(shape) for shape in shapes(name))

@@ -1,4 +1,4 @@
-"""What a release holds: the files of its wheel and of its source distribution."""
+"""The files of a release: those of its wheel and of its source distribution."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from environment import ROOT
 
 
 def contents(archive: Path) -> set[str]:
-    """The files in a wheel or in a source distribution, without the version that folders and metadata are named after."""
+    """Return the files in a wheel or in a source distribution, without the version in the names of folders."""
     if archive.suffix == ".whl":
         with zipfile.ZipFile(archive) as wheel:
             names = wheel.namelist()
@@ -23,7 +23,7 @@ def contents(archive: Path) -> set[str]:
 
 
 def expected(archive: Path) -> set[str]:
-    """What :func:`contents` should return: the package as it is under version control, without its guides, and metadata."""
+    """Return the expected :func:`contents`: the package's files under version control except READMEs, and metadata."""
     listed = subprocess.run(["git", "ls-files", "compiled_optim"], cwd=ROOT, capture_output=True, text=True, check=True)
     package = {name for name in listed.stdout.split() if not name.endswith("README.md")}
     both = ["entry_points.txt", "top_level.txt"]
@@ -36,6 +36,6 @@ def expected(archive: Path) -> set[str]:
 
 
 def differences(archive: Path) -> list[str]:
-    """What is in one of the two only: ``+`` before files that should not be there, ``-`` before those that are missing."""
-    found, wanted = contents(archive), expected(archive)
-    return [*(f"+{name}" for name in sorted(found - wanted)), *(f"-{name}" for name in sorted(wanted - found))]
+    """Return the differences from :func:`expected`: ``+`` before unexpected files, ``-`` before missing ones."""
+    packed, wanted = contents(archive), expected(archive)
+    return [*(f"+{name}" for name in sorted(packed - wanted)), *(f"-{name}" for name in sorted(wanted - packed))]

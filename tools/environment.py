@@ -1,4 +1,4 @@
-"""The project's own virtual environment: made on first use, pinned by ``constraints.txt``."""
+"""The project's virtual environments: made on first use, pinned by ``constraints.txt``."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ import progress
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Installed without its requirements. Others bring them but for torchvision, which as an index has it fits no torch for CPUs.
+# Installed without requirements. Other packages bring them, except torchvision: the index has none for torch on CPUs.
 ALONE = {"full": ["timm"]}
 
-# With another torch than the constraints': what the tests of compiled code need. Triton 3.6's interpreter needs this numpy.
+# The tests of compiled code need these with another torch than the constraints'. Triton 3.6's interpreter needs this numpy.
 FEW = ("expecttest", "hypothesis", "pandas", "pytest", "pytest-xdist", "numpy<2.4")
 
 
 class Release(NamedTuple):
-    """A torch to test with, and what beside: the triton that goes with it (empty: torch's own choice), and a Python."""
+    """A torch to test with, the triton that goes with it (empty: torch chooses it), and a Python."""
 
     torch: str
     triton: str
@@ -45,44 +45,44 @@ RELEASES = (
 
 
 def release(torch: str) -> Release:
-    """What to test a version of ``torch`` with, whether it is in the table or not."""
+    """Return the triton and Python for a version of ``torch``; of its series in the table, or else the newest."""
     series = [r for r in RELEASES if r.torch.rpartition(".")[0] == torch.rpartition(".")[0]]
     return (series or [RELEASES[-1]._replace(triton="")])[0]._replace(torch=torch)
 
 
-def interpreters(given: Sequence[str] = ()) -> dict[str, str]:
-    """The Pythons here, such as "3.12" -> its path: first those that are given, then this one, those on PATH, pyenv's.
+def interpreters(passed: Sequence[str] = ()) -> dict[str, str]:
+    """Return the path of each version of Python, such as "3.12": of ``passed`` ones first, then this one, PATH's, pyenv's.
 
     Raises:
-        ValueError: one that is given is no Python.
+        ValueError: a ``passed`` path is no Python.
     """
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    kept = sorted(
+    of_pyenv = sorted(
         pyenv.glob("3.*/bin/python"), key=lambda path: [*map(int, re.findall(r"\d+", path.parts[-3]))], reverse=True
     )
     on_path = filter(None, (shutil.which(f"python3.{minor}") for minor in range(10, 30)))
-    found: dict[str, str] = {}
-    for path in (*given, sys.executable, *on_path, *kept):
+    paths: dict[str, str] = {}
+    for path in (*passed, sys.executable, *on_path, *of_pyenv):
         ask = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2], sys.executable)"]
-        try:  # what pyenv puts on PATH may be no more than the name of one
-            version, place = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip().split(" ", 1)
+        try:  # pyenv's shims on PATH may name a version that is not installed
+            version, binary = subprocess.run(ask, capture_output=True, text=True, check=True).stdout.strip().split(" ", 1)
         except (OSError, ValueError, subprocess.CalledProcessError) as error:
-            if path in given:
+            if path in passed:
                 raise ValueError(f"{path} is no Python: {error}") from error
             continue
-        found.setdefault(version, place)
-    return found
+        paths.setdefault(version, binary)
+    return paths
 
 
 def python_with(extra: str, torch: str = "", interpreter: str | None = None) -> Path:
-    """The interpreter of a virtual environment that holds the package, editable, with one of its extras.
+    """Return the interpreter of a virtual environment that holds the package, editable, with one of its extras.
 
-    With a version of ``torch`` it has that one, the triton that goes with it, and :data:`FEW` in place of the extra. It is
-    made with the Python that :func:`release` names, if there is one. The torch of the constraints has no other environment.
+    With a version of ``torch`` it has that one, the triton that goes with it, and :data:`FEW` instead of the extra. It is
+    made with the Python that :func:`release` names, if that exists. The torch of the constraints has no other environment.
 
     The environment is made, or brought up to date, only if ``pyproject.toml`` or the constraints changed since. Processes
-    that are started from here on keep their bytecode, whatever ``PYTHONDONTWRITEBYTECODE`` says: nothing was compiled at
-    the installation, and torch alone takes seconds to compile.
+    that are started from here on keep their bytecode, even with ``PYTHONDONTWRITEBYTECODE``: nothing was compiled at the
+    installation, and torch alone takes seconds to compile.
     """
     constraints = ROOT / "tools" / "constraints.txt"
     packages, alone, pins = [f"{ROOT}[{extra}]"], ALONE.get(extra, []), constraints.read_text()
@@ -99,9 +99,9 @@ def python_with(extra: str, torch: str = "", interpreter: str | None = None) -> 
         pins = re.sub(r"^(torch|triton|numpy)==.*\n", "", pins, flags=re.MULTILINE)
         pins += f"torch=={torch}\n" + f"triton=={beside.triton}\n" * bool(beside.triton)
         is_other = python.exists() and sys.platform != "win32" and not python.samefile(maker)
-    wanted = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr((pins, packages[1:])).encode()).hexdigest()
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes() + repr((pins, packages[1:])).encode()).hexdigest()
     with _one_at_a_time(directory.parent / f"{directory.name}.lock"):
-        if is_other or not stamp.exists() or stamp.read_text() != wanted:
+        if is_other or not stamp.exists() or stamp.read_text() != digest:
             directory.mkdir(exist_ok=True)
             (directory / "constraints.txt").write_text(pins)
             install = [python, "-m", "pip", "install", "--no-compile", "-c", directory / "constraints.txt"]
@@ -109,7 +109,7 @@ def python_with(extra: str, torch: str = "", interpreter: str | None = None) -> 
             commands = [[maker, "-m", "venv", *clear, directory], [*install, "-e", *packages]]
             commands += [[*install, "--no-deps", package] for package in alone]
             _run_quietly(commands, f"installing into {directory.name} (once)", directory / "install.log")
-            stamp.write_text(wanted)
+            stamp.write_text(digest)
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     return python
 
@@ -131,7 +131,7 @@ def run(extra: str, *arguments: str, modules: str = ".") -> int:
 
 
 def _run_quietly(commands: Sequence[Sequence[str | Path]], title: str, log: Path) -> None:
-    """Run ``commands`` behind one line of progress. What they print goes to ``log``, which is shown if one fails."""
+    """Run ``commands`` behind one line of progress. Their output goes to ``log``, which is shown if one fails."""
     started = time.monotonic()
     line = progress.Line(every=math.inf)
     line.show(title)
@@ -146,12 +146,12 @@ def _run_quietly(commands: Sequence[Sequence[str | Path]], title: str, log: Path
                 break
     line.clear()
     if process.returncode:
-        sys.exit(f"{log.read_text()}{title} failed; what was printed is in {log}")
+        sys.exit(f"{log.read_text()}{title} failed; its output is in {log}")
 
 
 @contextlib.contextmanager
 def _one_at_a_time(path: Path) -> Iterator[None]:
-    """Keep other processes out of the ``with`` block, where the system has such locks."""
+    """Keep other processes out of the ``with`` block, on systems with such locks."""
     with path.open("w") as file:
         if sys.platform != "win32":
             import fcntl

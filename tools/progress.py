@@ -1,4 +1,4 @@
-"""A line that says what is going on: in a terminal it is rewritten, in a log there is another one from time to time."""
+"""A line of progress: rewritten in a terminal, repeated from time to time in a log."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ class Line:
     """The line.
 
     Args:
-        file: where it is printed; the standard output if it is None.
-        every: so many seconds at least are between two lines in a log.
+        file: the file that it is printed to; None for the standard output.
+        every: the least seconds between two lines in a log.
     """
 
     def __init__(self, file: TextIO | None = None, every: float = 30.0) -> None:
@@ -22,7 +22,7 @@ class Line:
         self._next = 0.0
 
     def show(self, text: str) -> None:
-        """Say ``text``, in a log if it is time for that."""
+        """Print ``text``; in a log only if ``every`` seconds have passed."""
         now = time.monotonic()
         if now >= self._next:
             self._next = now + self._every
@@ -31,6 +31,6 @@ class Line:
             self._file.flush()
 
     def clear(self) -> None:
-        """Take the line from a terminal, before something else is printed."""
+        """Erase the line in a terminal, before something else is printed."""
         if self._file.isatty():
             self.show("")

@@ -37,7 +37,7 @@ Row = dict[str, str]
 
 
 def _measured(table: str, **chosen: str) -> list[Row]:
-    """The rows of ``perf/results/<table>.csv`` that have the chosen entries."""
+    """Return the rows of ``perf/results/<table>.csv`` that have the chosen entries."""
     with (ROOT / "perf" / "results" / f"{table}.csv").open() as file:
         return [row for row in csv.DictReader(file) if all(row[name] == value for name, value in chosen.items())]
 
@@ -52,14 +52,14 @@ def _is_gpu(row: Row) -> bool:
 
 
 def _time(row: Row) -> str:
-    """The median, or the range where no median was noted."""
+    """Return the median, or the range if no median was recorded."""
     if not row["p50"]:
         return f"{row['p20']} to {row['p80']}"
     return f"{float(row['p50']):.3g}" if float(row["p50"]) < 1000 else f"{float(row['p50']):.0f}"
 
 
 def _grid(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table whose first ``left`` columns are words and the others numbers."""
+    """Return a Markdown table whose first ``left`` columns are words and the others numbers."""
     rule = ["---"] * left + ["--:"] * (len(head) - left)
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *rows))
 
@@ -70,14 +70,14 @@ def _paragraphs(text: str) -> str:
 
 
 def optimizers_table() -> str:
-    """One Markdown row per exported optimizer: what it is, the fields that it declares, and its state."""
+    """Build a Markdown row per exported optimizer: its summary, the fields that it declares, and its state."""
     classes = [c for name in sorted(co.__all__) if is_optimizer(c := getattr(co, name))]
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
         choices = [s for s in cls._fields_of(Static) if s.init]
-        own = [f for f in (*cls._fields_of(Hyper), *choices) if f.name in cls._declared]
-        fields = ", ".join(f"`{_argument(f)}`" for f in own)
+        declared = [f for f in (*cls._fields_of(Hyper), *choices) if f.name in cls._declared]
+        fields = ", ".join(f"`{_argument(f)}`" for f in declared)
         buffers = ", ".join(f"`{b.name}`{condition(cls, b)}" for b in cls._declaration.buffers if b.name in cls._declared)
         scalars = ", ".join(f"`{s.name}`" for s in cls._declaration.scalars)
         state = ", ".join(filter(None, [buffers, scalars])) if hasattr(cls, "_rule") else "one for all parameters together"
@@ -86,7 +86,7 @@ def optimizers_table() -> str:
 
 
 def condition(cls: type[co.CompiledOptimizer], field: Buffer) -> str:
-    """In which case a buffer exists: of a parameter of some shape, or with an argument."""
+    """Return the condition under which a buffer exists: a shape of the parameter, or an argument."""
     if field.when is None:
         return ""
     assert isinstance(field.when, str), "an optimizer says by name when its state exists"
@@ -98,7 +98,7 @@ def _argument(field: Hyper | Static) -> str:
 
 
 def is_optimizer(value: object) -> bool:
-    """Whether ``value`` is an optimizer's class, and not the base of all."""
+    """Return whether ``value`` is an optimizer's class, and not the base of all."""
     return isinstance(value, type) and issubclass(value, co.CompiledOptimizer) and value is not co.CompiledOptimizer
 
 
@@ -106,25 +106,25 @@ Times = dict[str, Row]  # by competitor
 
 
 def _steps() -> list[dict[tuple[str, str], Times]]:
-    """For each device on which AdamW was measured, the last one last, step times with fresh gradients, by what was timed.
+    """List step times with fresh gradients by optimizer and workload, of each device with AdamW, in the order of dates.
 
-    They are of one run: at the last revision, the one with the most competitors.
+    They are of one run: of those at the last revision, the one with the most competitors.
     """
     devices: dict[tuple[str, str], dict[tuple[str, str], dict[str, Times]]] = {}
     for row in _measured("step", metric="step, fresh gradients"):
-        device = row["device"].partition(", ")[0], row["threads"]  # vectors had no place in it once
+        device = row["device"].partition(", ")[0], row["threads"]  # older rows lack its vector instructions
         runs = devices.setdefault(device, {}).setdefault((row["optimizer"], row["workload"]), {})
         runs.setdefault(row["date"], {})[row["competitor"]] = row
-    found = [
+    by_device = [
         {key: _fullest(runs) for key, runs in quantities.items()}
         for quantities in devices.values()
         if ("adamw", "small-148") in quantities
     ]
-    return sorted(found, key=lambda times: times["adamw", "small-148"][_OURS]["date"])
+    return sorted(by_device, key=lambda times: times["adamw", "small-148"][_OURS]["date"])
 
 
 def _fullest(runs: dict[str, Times]) -> Times:
-    """Of runs by their dates, the last with the most competitors at the last revision that was measured beside torch."""
+    """Return the run with the most competitors at the last revision that was measured beside torch. Keys are dates."""
     last_first = [times for _, times in sorted(runs.items(), reverse=True)]
     beside = [times for times in last_first if any(name.startswith("torch") for name in times)] or last_first
     return max((times for times in beside if times[_OURS]["commit"] == beside[0][_OURS]["commit"]), key=len)
@@ -147,9 +147,9 @@ _STORED = {_FUSED, *(f"{_OURS}[{mode}]" for mode in ("float32", "split8, int8", 
 
 
 def summary() -> str:
-    """AdamW's steps in time and memory, on a GPU and on a CPU, with the conditions."""
-    places = {_is_gpu(times["adamw", "small-148"][_OURS]): times for times in _steps()}  # the one that was measured last
-    cpu, gpu = places[False], places[True]
+    """Compare AdamW's steps in time and memory, on a GPU and on a CPU, with the conditions."""
+    kinds = {_is_gpu(times["adamw", "small-148"][_OURS]): times for times in _steps()}  # the last device of each kind
+    cpu, gpu = kinds[False], kinds[True]
     by_hand = {r["competitor"]: r for r in _measured("by_hand", benchmark="step", workload="tiny-10")}
     rows = []
     for name, words in _WORKLOADS.items():
@@ -182,7 +182,7 @@ def summary() -> str:
 
 
 def speed_table() -> str:
-    """Median step times with fresh gradients: a row per device and workload of AdamW, and others where last timed."""
+    """List median step times with fresh gradients: AdamW's by device and workload, others' where they were timed last."""
     steps, others, conditions = [], {}, []
     for times in _steps():
         ratios = {}
@@ -196,8 +196,8 @@ def speed_table() -> str:
             elif theirs and workload != "30-million":
                 name = min(theirs, key=lambda name: float(theirs[name]["p50"]))
                 figures = _against(entrants[_OURS], theirs[name])
-                place = optimizer, workload, _is_gpu(entrants[_OURS])
-                others[place] = [optimizer, workload, device, *figures, name.removeprefix("torch ")]
+                key = optimizer, workload, _is_gpu(entrants[_OURS])
+                others[key] = [optimizer, workload, device, *figures, name.removeprefix("torch ")]
         rows = sorted((row for entrants in times.values() for row in entrants.values()), key=lambda row: row["date"])
         revisions = " and ".join(dict.fromkeys(row["commit"] for row in rows))
         conditions.append(_conditions({**rows[-1], "commit": revisions}))
@@ -212,7 +212,7 @@ def speed_table() -> str:
 
 
 def gpu() -> str:
-    """What else was measured on a GPU: bandwidth, other packages, the host's time, first steps."""
+    """List other measurements on a GPU: bandwidth, other packages, the host's time, first steps."""
     speeds = [r for r in _measured("bandwidth", unit="GB/s") if _is_gpu(r)]
     moved = {tuple(r["metric"].split(", ")): f"{float(r['p50']):.0f}" for r in speeds}
     kinds, dtypes = ("step", "clipped step", "copy"), ("float32", "bfloat16")
@@ -233,7 +233,7 @@ def gpu() -> str:
 
 
 def _by_competitor(title: str, rows: Sequence[Row]) -> str:
-    """A Markdown table with a row per workload and a column per competitor."""
+    """Return a Markdown table with a row per workload and a column per competitor."""
     competitors = list(dict.fromkeys(r["competitor"] for r in rows))
     times = {(r["optimizer"], r["workload"], r["competitor"]): _time(r) for r in rows}
     workloads = dict.fromkeys((r["optimizer"], r["workload"]) for r in rows)
@@ -244,7 +244,7 @@ def _by_competitor(title: str, rows: Sequence[Row]) -> str:
 
 
 def loops() -> str:
-    """Training steps on a GPU, in the ways that there are to run one."""
+    """List times of training steps on a GPU, by the way to run them."""
     rows = _measured("by_hand", benchmark="training_step")
     models = list(dict.fromkeys(r["workload"] for r in rows))
     times = {(r["competitor"], r["workload"]): _time(r) for r in rows}
@@ -255,7 +255,7 @@ def loops() -> str:
 
 
 def compiled() -> str:
-    """Steps on a GPU that a user compiles, in ms."""
+    """List times of steps on a GPU that a user compiles, in ms."""
     rows = [r for r in _measured("compiled_step", unit="ms") if _is_gpu(r)]
     kinds = list(dict.fromkeys((r["workload"], r["metric"].removeprefix("step, ")) for r in rows))
     at = {(r["workload"], r["metric"].removeprefix("step, "), r["competitor"]): _time(r) for r in rows}
@@ -265,7 +265,7 @@ def compiled() -> str:
 
 
 def schedulers() -> str:
-    """What a step of torch's schedulers takes."""
+    """Describe the times of steps of torch's schedulers."""
     said = []
     for on_gpu in (False, True):
         rows = [r for r in _measured("schedulers", workload="24 groups") if _is_gpu(r) == on_gpu]
@@ -284,14 +284,14 @@ def schedulers() -> str:
 
 
 def hybrid() -> str:
-    """What MuonAdamW and AdamW reach on a small language model."""
+    """Describe the losses of MuonAdamW and AdamW on a small language model."""
     rows = _measured("hybrid")
-    found = {(r["competitor"], r["metric"]): r for r in rows}
+    by_metric = {(r["competitor"], r["metric"]): r for r in rows}
     ends, rates = (
-        {n: found[n, metric]["p50"] for n in ("MuonAdamW", "AdamW")} for metric in ("final loss", "learning rate")
+        {n: by_metric[n, metric]["p50"] for n in ("MuonAdamW", "AdamW")} for metric in ("final loss", "learning rate")
     )
     said = " and ".join(f"{name} {float(loss):.3f} (lr {float(rates[name]):.3g})" for name, loss in ends.items())
-    count = found["AdamW", "final loss"]["n"]
+    count = by_metric["AdamW", "final loss"]["n"]
     return _paragraphs(f"""
         On a small language model, {rows[0]["workload"]}, the median loss at the end is {said}, in nats. Each has its best of
         five learning rates; {count} other seeds. Nothing follows for other models ([picture](results/hybrid.png);
@@ -300,7 +300,7 @@ def hybrid() -> str:
 
 
 def convergence() -> str:
-    """How far low precision ends above float32."""
+    """Describe how far the final loss in low precision is above float32's."""
     rows = _measured("convergence", metric="above float32, at most (95 %)")
     worst: dict[str, float] = {}
     for row in rows:
@@ -313,7 +313,7 @@ def convergence() -> str:
 
 
 def tested() -> str:
-    """How the tests went that need a GPU."""
+    """Describe the results of the tests that need a GPU."""
     runs: dict[str, dict[str, Row]] = {}
     for row in _measured("by_hand", benchmark="gpu tests"):
         runs.setdefault(row["commit"], {})[row["metric"]] = row
@@ -330,7 +330,7 @@ def tested() -> str:
 
 
 def versions() -> str:
-    """How the tests went that run with every version of torch: its last row for each."""
+    """Describe the last results of the tests that run with every version of torch."""
     last = {row["torch"].partition("+")[0]: row for row in _measured("versions")}
     rows = sorted(last.items(), key=lambda item: [*map(int, item[0].split("."))])
     *others, newest = (f"{torch} (Python {row['python']}, triton {row['triton']})" for torch, row in rows)
@@ -360,17 +360,17 @@ _SHAPES = {
 
 
 def _lowered() -> list[Row]:
-    """Rows of one group in float32 on sm_90, without options."""
+    """Return the rows of one group in float32 on sm_90, without options."""
     return _measured("lowering", dtype="float32", options="", arch="sm_90", groups="1")
 
 
 def _latest() -> dict[tuple[str, str, int], Row]:
-    """AdamW's last rows by lowering, shapes and number of tensors."""
+    """Return AdamW's last rows by lowering, shapes and number of tensors."""
     return {(r["lowering"], r["shapes"], int(r["tensors"])): r for r in _lowered() if r["optimizer"] == "adamw"}
 
 
 def lowering_table() -> str:
-    """What a step on a GPU consists of: a Markdown row per way to run AdamW and number of tensors, then the other kinds."""
+    """List the parts of a step on a GPU: a row per way to run AdamW and number of tensors, then other optimizers."""
     table, latest = _lowered(), _latest()
     others = {(row["optimizer"], row["tensors"]): row for row in table if row["lowering"] == "auto"}
     headings = ["AdamW on sm_90", "tensors", "launches", "operators", "bytes/parameter", "registers", "compiling"]
@@ -391,7 +391,7 @@ def lowering_table() -> str:
 
 
 def choice() -> str:
-    """Which lowering to choose, with what each costs for GPT-2's tensors, and in a training step on a CPU."""
+    """Advise which lowering to choose, with its costs for GPT-2's tensors, and in a training step on a CPU."""
     latest = _latest()
     launches = {form: latest[form, "gpt2", 148]["launches"] for form in _FORMS}
     seconds = {form: f"{float(latest[form, 'gpt2', 148]['seconds']):.2g} s" for form in _FORMS}
@@ -414,7 +414,7 @@ def choice() -> str:
 
 
 def example_rule() -> str:
-    """A whole file of an optimizer, the shortest."""
+    """Return the file of an optimizer, the shortest."""
     return f"```python\n{inspect.getsource(inspect.getmodule(co.Lion)).strip()}\n```"  # type: ignore[arg-type]
 
 
@@ -422,13 +422,13 @@ _EXTRAS = {"sklearn": "demo", "unit_scaling": "mup", "lightning": "trainers", "p
 
 
 def needed_extra(recipe: Path) -> str:
-    """The extra that a recipe needs, or several, as pip takes them; "" for none."""
+    """Return the extras that a recipe needs, separated by commas as for pip."""
     imported = re.findall(r"^(?:import|from) (\w+)", recipe.read_text(), re.MULTILINE)
     return ",".join(sorted({_EXTRAS[name] for name in imported if name in _EXTRAS}))
 
 
 def recipes() -> str:
-    """A Markdown row per recipe, from its file: what it shows, which extra it needs, and how long it takes."""
+    """Return a Markdown row per recipe, from its file: its summary, its extra, and its time."""
     rows = []
     for path in RECIPES:
         text = path.read_text()
@@ -439,7 +439,7 @@ def recipes() -> str:
 
 
 def floor_plan() -> str:
-    """The folders and modules of the package, the top floor first, as its docstring lists them."""
+    """Return the folders and modules of the package, the top floor first, as its docstring lists them."""
     _, _, plan = (co.__doc__ or "").partition(":\n\n")
     return f"```\n{textwrap.dedent(plan).strip()}\n```"
 
@@ -465,7 +465,7 @@ _PARTS = {
 
 
 def generated(text: str) -> str:
-    """``text`` with its generated parts brought up to date."""
+    """Return ``text`` with its generated parts brought up to date."""
     return _BLOCK.sub(lambda match: f"{match[1]}{_PARTS[match[2]]()}\n{match[3]}", text)
 
 

@@ -1,6 +1,6 @@
-"""Try the compiled_optim that is installed: ``python -I smoke.py CHECKOUT``, from anywhere.
+"""Try the installed compiled_optim: ``python -I smoke.py CHECKOUT``, from any folder.
 
-Every line says that something works. The first one that fails ends the run with its error; warnings are errors.
+It prints a line for each check that passed. The first one that fails ends the run with its error; warnings are errors.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ def _train(model: torch.nn.Module, optimizer: co.CompiledOptimizer, steps: int) 
 
 
 def installed() -> str:
-    """It is imported from an installation, of the version that the installation names."""
-    place, version = Path(co.__file__).resolve().parent, importlib.metadata.version("compiled-optim")
-    assert not place.is_relative_to(Path(sys.argv[1]).resolve()), f"{place} is the checkout"
+    """Check that the package is imported from an installation and has its version."""
+    folder, version = Path(co.__file__).resolve().parent, importlib.metadata.version("compiled-optim")
+    assert not folder.is_relative_to(Path(sys.argv[1]).resolve()), f"{folder} is the checkout"
     assert version == co.__version__, f"{version} is installed, {co.__version__} imported"
     return f"version {version} with torch {torch.__version__}"
 
 
 def called() -> str:
-    """Steps that are called run in compiled code, and train."""
+    """Check that steps that are called run in compiled code, and train."""
     model = _model()
     optimizer = _optimizer(model)
     before, after = _train(model, optimizer, 1), _train(model, optimizer, 50)
@@ -57,7 +57,7 @@ def called() -> str:
 
 
 def whole_step() -> str:
-    """A training step is compiled whole, and does not recompile when a hyperparameter changes."""
+    """Check that a whole training step compiles, and does not recompile when a hyperparameter changes."""
     model, twin = _model(), _model()
     optimizer, other = _optimizer(model), _optimizer(twin)
     torch._dynamo.config.trace_autograd_ops = True
@@ -80,7 +80,7 @@ def whole_step() -> str:
 
 
 def checkpoint() -> str:
-    """A file with names continues in an optimizer that lists its parameters in another order."""
+    """Check that an optimizer with another order of parameters continues a checkpoint by name."""
     model = _model()
     optimizer = _optimizer(model)
     _train(model, optimizer, 3)

@@ -1,4 +1,4 @@
-"""Which tests ``tools/test`` and ``tools/versions`` run, and how."""
+"""The tests that ``tools/test`` and ``tools/versions`` run, and the command that runs them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COMPILED = [
     "tests/checkpoint/test_checkpoint.py",
     "tests/project/test_readme.py::test_code_runs",
 ]
-"""Tests of compiled code, whose surroundings in torch change with its versions: ``tools/test --torch`` runs them whole."""
+"""Tests of compiled code, which depend on the version of torch: ``tools/test --torch`` runs all their cases."""
 
 SENSITIVE = [
     *COMPILED,
@@ -34,19 +34,19 @@ SENSITIVE = [
     "tests/memory/test_private_names.py",
     "tests/step/test_module.py",
 ]
-"""Files that a few cases of each function run of with every torch: also Triton's compiler, where torch's objects
-lie, and the step as a module."""
+"""Tests that run with every torch, a few cases of each function: also those of Triton's compiler, of addresses in torch's
+objects, and of the step as a module."""
 
 
 def pytest(*arguments: str) -> list[str]:
-    """The command after ``python -m``."""
+    """Return the command after ``python -m``."""
     workers = ["--numprocesses=auto", "--maxprocesses=8", "--dist=loadfile", "--no-loadscope-reorder"]
     return ["pytest", *workers, "--time-left", "--override-ini=console_output_style=classic", *arguments]
 
 
 def run(python: Path, commands: Sequence[Sequence[str]]) -> int:
-    """Run modules with ``python`` in the repository's root, until one fails; the exit status."""
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # the workers share the cores: who waits leaves his to others
+    """Run modules with ``python`` in the repository's root until one fails. Return the exit status."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # waiting threads free their cores, which the workers share
     for command in commands:
         print(f"$ {' '.join(command)}", flush=True)
         if code := subprocess.run([python, "-m", *command], cwd=ROOT).returncode:

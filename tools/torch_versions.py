@@ -1,4 +1,4 @@
-"""The tests with each version of torch. Standard library only, since nothing is installed beside it."""
+"""Test runs with each version of torch. Only the standard library is used, since nothing else is installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ print(platform.python_version())
 
 
 class Outcome(NamedTuple):
-    """How the tests went with one version of torch, as a row of the table."""
+    """The result of the tests with one version of torch, a row of the table."""
 
     torch: str
     triton: str
@@ -40,34 +40,34 @@ class Outcome(NamedTuple):
     failed: int = 0
     skipped: int = 0
     seconds: int = 0
-    remark: str = ""  # what failed first, or why nothing ran; and whether the version is not in the table of releases
+    remark: str = ""  # the first failure, or why nothing ran; also if the version is not in the table
 
     @property
     def is_good(self) -> bool:
-        """Whether tests ran, and none failed."""
+        """True if tests ran, and none failed."""
         return self.passed > 0 and not self.failed
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options that ``arguments`` ask for; exits after ``--help`` or a mistake."""
+    """Parse ``arguments``. ``--help`` and mistakes end the program."""
     table = ", ".join(f"{r.torch} (Python {r.python})" for r in RELEASES)
     parser = argparse.ArgumentParser(
         prog="tools/versions",
-        description="Run, with each version of torch, a few cases of each test of what changes with them: compiled steps, "
+        description="Run, with each version of torch, a few cases of each test that depends on the version: compiled steps, "
         "graphs, checkpoints, Triton's kernels, private names of torch. The versions are the table's and the newest on the "
         f"package index, if that is newer. The table has {table}.",
         epilog="Each version has a virtual environment, .venv-test-VERSION, which the first run makes; with torch for CUDA, "
-        "as PyPI has it, one takes about 5 GB. Pythons are found on PATH and among pyenv's. The exit status is 1 if tests "
+        "from PyPI, one takes about 5 GB. Pythons are found on PATH and among pyenv's. The exit status is 1 if tests "
         "failed or could not run with any of the versions.",
     )
-    parser.add_argument("versions", nargs="*", metavar="VERSION", help="such as 2.14 or 2.14.1; all if there is none")
+    parser.add_argument("versions", nargs="*", metavar="VERSION", help="such as 2.14 or 2.14.1; all by default")
     parser.add_argument("--python", action="append", default=[], metavar="PATH", help="a Python to use; may be repeated")
     parser.add_argument("--record", action="store_true", help="add the results to perf/results/versions.csv")
     return parser.parse_args(arguments)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Test with each version that is asked for, and print a table; the exit status."""
+    """Test with each requested version, and print a table. Return the exit status."""
     options = parse(arguments)
     try:
         pythons = interpreters(options.python)
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"tools/versions: {error}", file=sys.stderr)
         return 2
     if missing := sorted({r.python for r in releases} - pythons.keys(), key=_numbers):
-        print(f"not found: Python {', '.join(missing)}; --python tells where one is", flush=True)
+        print(f"not found: Python {', '.join(missing)}; --python names its path", flush=True)
     commit, outcomes = revision(), []
     for wanted in releases:
         outcomes.append(outcome := tested(wanted, pythons))
@@ -87,30 +87,30 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def on_index(python: str) -> list[str]:
-    """The versions of torch that the package index has for ``python``, the newest first; a warning if it cannot be asked."""
+    """Return the versions of torch in the package index for ``python``, the newest first. Warn if it cannot be reached."""
     ask = [python, "-m", "pip", "index", "versions", "torch", "--disable-pip-version-check"]
     done = subprocess.run(ask, capture_output=True, text=True)
     listed = re.search(r"^Available versions: (.*)$", done.stdout, re.MULTILINE)
     if listed is None:
-        print(f"the package index could not be asked for a newer torch: {done.stderr.strip()[-200:]}", file=sys.stderr)
+        print(f"the package index could not be searched for a newer torch: {done.stderr.strip()[-200:]}", file=sys.stderr)
         return []
     return list(dict.fromkeys(version.partition("+")[0] for version in listed[1].split(", ")))
 
 
-def chosen(asked: Sequence[str], available: Sequence[str]) -> list[Release]:
-    """The versions to test with: those ``asked`` for, or the table's and the newest of ``available`` if it is newer.
+def chosen(requested: Sequence[str], available: Sequence[str]) -> list[Release]:
+    """Return the ``requested`` versions, or the table's and the newest of ``available`` if it is newer.
 
     Raises:
         ValueError: neither the table nor the index has one.
     """
     known = [r.torch for r in RELEASES]
-    if not asked:
+    if not requested:
         newer = [version for version in available[:1] if _numbers(version) > _numbers(known[-1])]
         return [*map(release, [*known, *newer])]
-    found = {text: [v for v in (*known, *available) if v == text or v.startswith(f"{text}.")] for text in asked}
-    if unknown := [text for text, versions in found.items() if not versions]:
+    matches = {text: [v for v in (*known, *available) if v == text or v.startswith(f"{text}.")] for text in requested}
+    if unknown := [text for text, versions in matches.items() if not versions]:
         raise ValueError(f"neither the table ({', '.join(known)}) nor the package index has a torch {', '.join(unknown)}")
-    return [release(versions[0]) for versions in found.values()]
+    return [release(versions[0]) for versions in matches.values()]
 
 
 def tested(wanted: Release, pythons: Mapping[str, str]) -> Outcome:
@@ -142,7 +142,7 @@ def _joined(*remarks: str) -> str:
 
 
 def counted(report: Path) -> tuple[int, int, int, str]:
-    """Of pytest's report: tests that passed, that failed, that were skipped, and the first that failed with its error."""
+    """Return the numbers of passed, failed and skipped tests in pytest's report, and the first failure with its error."""
     cases = [*ElementTree.parse(report).iter("testcase")]
     failures = {case: child for case in cases for child in case if child.tag in ("failure", "error")}
     skipped = sum(case.find("skipped") is not None for case in cases)
@@ -151,14 +151,14 @@ def counted(report: Path) -> tuple[int, int, int, str]:
 
 
 def _name(case: ElementTree.Element) -> str:
-    """A test's name as pytest takes it."""
+    """Return a test's name for pytest's command line."""
     file = case.get("file", "")
     classes = case.get("classname", "").removeprefix(file.removesuffix(".py").replace("/", ".")).strip(".")
     return "::".join(filter(None, (file, classes.replace(".", "::"), case.get("name"))))
 
 
 def table(outcomes: Iterable[Outcome]) -> str:
-    """``outcomes`` in aligned columns, the remarks in lines below."""
+    """Return ``outcomes`` in aligned columns, with the remarks in lines below."""
     head = Outcome._fields[:-1]
     rows = [head, *(tuple(map(str, outcome[:-1])) for outcome in outcomes)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
@@ -184,7 +184,7 @@ def record(outcome: Outcome, commit: str) -> None:
 
 
 def revision() -> str:
-    """The short hash of the checkout, ``-dirty`` if anything but the results differs from it."""
+    """Return the short hash of the checkout, with ``-dirty`` if any file but the results differs from it."""
 
     def git(*arguments: str) -> str:
         return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()

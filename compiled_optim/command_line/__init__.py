@@ -1,8 +1,8 @@
 """The command line: ``compiled-optim COMMAND`` or ``python -m compiled_optim COMMAND``.
 
 Each module of this folder is a command. The first line of its docstring is its help, ``arguments`` declares its options, and
-``run`` does the work. What several commands need is in ``parts``. ``--help`` imports what ``import compiled_optim`` does and
-no more: commands import anything else in functions.
+``run`` does the work. Commands share the modules of ``parts``. ``--help`` imports what ``import compiled_optim`` does and no
+more: commands import anything else in functions.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _EPILOG = "The exit status is 0 if all is well, 1 if the command found something
 
 
 def commands() -> list[str]:
-    """The names of all commands."""
+    """Return the names of all commands."""
     return [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command that ``arguments`` ask for, by default this program's; return its exit status.
+    """Run the command that ``arguments`` name, by default those of this process. Return its exit status.
 
-    ``SystemExit`` ends ``--help`` and mistakes in options.
+    ``--help``, and mistakes in options, raise ``SystemExit``.
     """
     parser = argparse.ArgumentParser(
         "compiled-optim", description="Look into checkpoints, models and steps.", epilog=_EPILOG
@@ -39,23 +39,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     modules = {name: importlib.import_module(f"{__name__}.{name}") for name in commands()}
     for name, module in modules.items():
         text = (module.__doc__ or "").strip()
-        own = subparsers.add_parser(name, help=text.partition("\n")[0], description=text, epilog=_EPILOG)
-        module.arguments(own)
-        own.add_argument("--json", action="store_true", help="print records as JSON, and nothing else")
-        own.add_argument("--traceback", action="store_true", help="show where an error comes from")
+        subparser = subparsers.add_parser(name, help=text.partition("\n")[0], description=text, epilog=_EPILOG)
+        module.arguments(subparser)
+        subparser.add_argument("--json", action="store_true", help="print records as JSON, and nothing else")
+        subparser.add_argument("--traceback", action="store_true", help="show where an error comes from")
     options = parser.parse_args(arguments)
     if options.json:
-        warnings.simplefilter("ignore")  # what they say is in the records
+        warnings.simplefilter("ignore")  # the records have their messages
     try:
         status: int = modules[options.command].run(options)
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # whoever read it has seen enough, such as ``head``
+    except BrokenPipeError:  # the reader closed the pipe, as ``head`` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (ArithmeticError, ImportError, LookupError, OSError, RuntimeError, TypeError, ValueError) as error:
         if options.traceback:
             raise
-        said = textwrap.shorten(str(error), 1000, placeholder=" ...") or type(error).__name__
-        print(f"compiled-optim {options.command}: {said}", file=sys.stderr)
+        message = textwrap.shorten(str(error), 1000, placeholder=" ...") or type(error).__name__
+        print(f"compiled-optim {options.command}: {message}", file=sys.stderr)
         return 2

@@ -1,6 +1,6 @@
 """Convert a file or folder of optimizer state to another form."""
 
-# torch is imported when a conversion runs, so that ``tools/convert`` can answer before it is installed.
+# torch is imported when a conversion runs, so that ``tools/convert --help`` works before torch is installed.
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("source", metavar="IN")
     parser.add_argument("target", metavar="OUT", help="for safetensors, NAME.safetensors, with NAME.json")
-    parser.add_argument("--to", required=True, choices=TO, help="whose load_state_dict is to load it, or the form")
-    parser.add_argument("--from", dest="form", choices=FROM, help="the form of IN; by default its content tells")
-    parser.add_argument("--key", help="where IN holds several things: the state dict's key, in a folder the keys' prefix")
+    parser.add_argument("--to", required=True, choices=TO, help="the form of OUT, or the package that loads it")
+    parser.add_argument("--from", dest="form", choices=FROM, help="the form of IN; by default it is detected")
+    parser.add_argument("--key", help="the state dict's key in a file of several things; in a folder its keys' prefix")
     parser.add_argument("--lossy", action="store_true", help="leave out what cannot be read: FlashOptim's error_bits")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Convert."""
+    """Convert, and print the summary if JSON is asked for."""
     from compiled_optim.convert import convert
 
     done = convert(options.source, options.target, options.to, form=options.form, key=options.key, lossy=options.lossy)
@@ -39,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def parsed() -> argparse.Namespace:
-    """The options of ``tools/convert``, the command by itself."""
+    """Parse the options of ``tools/convert``, which is this command alone."""
     parser = argparse.ArgumentParser(prog="tools/convert", description=(__doc__ or "").partition("\n")[0])
     arguments(parser)
     parser.add_argument("--json", action="store_true", help="print what was converted, as JSON")

@@ -26,18 +26,18 @@ _ABSENT = "absent"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("a", metavar="A", help="an optimizer's name, or a file")
     parser.add_argument("b", metavar="B", help="another one")
     checkpoint_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what differs; 1 if something does."""
+    """Show the differences. Return 1 if there are any."""
     paths = [Path(name) for name in (options.a, options.b)]
     are_files = [os.path.exists(path) for path in paths]
     if any(are_files) and not all(are_files):
-        raise ValueError(f"{paths[are_files.index(False)]} is no file, and {paths[are_files.index(True)]} is one")
+        raise ValueError(f"{paths[are_files.index(False)]} is not a file, but {paths[are_files.index(True)]} is")
     if any(len(path.parts) > 1 for path in paths) and not all(are_files):
         raise FileNotFoundError(f"there is no file {paths[are_files.index(False)]}")
     if all(are_files):
@@ -61,7 +61,7 @@ def _names(a: str, b: str) -> dict[str, Any]:
 
 
 def _defaults(name: str) -> dict[str, str]:
-    """The arguments of an optimizer with their defaults, as Python writes them."""
+    """Return the arguments of an optimizer with the ``repr`` of their defaults."""
     if name.lower().startswith(_TORCH):
         wanted = name.rpartition(".")[2].lower()
         kinds = {n.lower(): k for n, k in vars(torch.optim).items() if isinstance(k, type) and n != "Optimizer"}
@@ -88,24 +88,24 @@ def _drawn_names(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
 
 
 def _files(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
-    groups = [[numbers(group) for group in found.content["param_groups"]] for found in (a, b)]
+    groups = [[numbers(group) for group in checkpoint.content["param_groups"]] for checkpoint in (a, b)]
     differing: dict[str, Any] = {}
-    for place in range(max(map(len, groups))):
-        pair = [found[place] if place < len(found) else {} for found in groups]
+    for index in range(max(map(len, groups))):
+        pair = [listed[index] if index < len(listed) else {} for listed in groups]
         for key in dict.fromkeys((*pair[0], *pair[1])):
             values = [_number(side.get(key, _ABSENT)) for side in pair]
             if not _same(*values):
-                differing[f"param_groups[{place}][{key!r}]"] = _shown(*values)
+                differing[f"param_groups[{index}][{key!r}]"] = _shown(*values)
     first, second = _entries(a.content), _entries(b.content)
-    places: list[dict[int, list[str]]] = [{}, {}]
-    for found, content, other in zip(places, (a.content, b.content), (second, first), strict=True):
-        for name, place, _ in parameters(content):
+    shared: list[dict[int, list[str]]] = [{}, {}]  # by group, the names that both checkpoints have
+    for by_group, content, other in zip(shared, (a.content, b.content), (second, first), strict=True):
+        for name, index, _ in parameters(content):
             if name in other:
-                found.setdefault(place, []).append(name)
-    for place in sorted({*places[0], *places[1]}):
-        for i, names in enumerate(itertools.zip_longest(*(found.get(place, []) for found in places), fillvalue=_ABSENT)):
+                by_group.setdefault(index, []).append(name)
+    for index in sorted({*shared[0], *shared[1]}):
+        for i, names in enumerate(itertools.zip_longest(*(each.get(index, []) for each in shared), fillvalue=_ABSENT)):
             if names[0] != names[1]:
-                differing[f"param_groups[{place}]['params']"] = [
+                differing[f"param_groups[{index}]['params']"] = [
                     name if name == _ABSENT else f"{name}, at {i}" for name in names
                 ]
                 break
@@ -120,22 +120,22 @@ def _files(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
         "only_a": [name for name in first if name not in second],
         "only_b": [name for name in second if name not in first],
         "state": changed,
-        "left_out": [found.lost for found in (a, b) if found.lost],
+        "left_out": [checkpoint.lost for checkpoint in (a, b) if checkpoint.lost],
     }
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """The entries of each parameter's state. What is of no parameter is under its key."""
-    found = {name: dict(_leaves(entries)) for name, _, entries in parameters(content)}
-    owned = {param for group in content["param_groups"] for param in group["params"]}
-    foreign = {f"state[{key!r}]": value for key, value in content["state"].items() if key not in owned}
+    """Return the state of each parameter by name, and entries that belong to no parameter by their key."""
+    named = {name: dict(_leaves(entries)) for name, _, entries in parameters(content)}
+    listed = {param for group in content["param_groups"] for param in group["params"]}
+    foreign = {f"state[{key!r}]": value for key, value in content["state"].items() if key not in listed}
     known = ("state", "param_groups", "format_version", "optimizer", "unordered")  # the last two are about the file
     foreign |= {f"[{key!r}]": value for key, value in content.items() if key not in known}
-    return found | {key: dict(_leaves(value)) for key, value in foreign.items()}
+    return named | {key: dict(_leaves(value)) for key, value in foreign.items()}
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What is in nested dicts and lists, with its path."""
+    """Yield the values in nested dicts and lists, each with its path."""
     if isinstance(value, Mapping):
         pairs: Any = value.items()
     elif isinstance(value, (list, tuple)) and any(isinstance(each, (Tensor, Mapping, list, tuple)) for each in value):
@@ -148,14 +148,14 @@ def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _number(value: Any) -> Any:
-    """A value of a group, without tensors."""
+    """Return a value of a group with its tensors as Python numbers."""
     if isinstance(value, (list, tuple)):
         return tuple(map(_number, value))
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 def _same(x: Any, y: Any) -> bool:
-    """Whether two values are equal; NaN equals NaN."""
+    """Return whether two values are equal; NaN equals NaN."""
     if isinstance(x, (list, tuple)) and isinstance(y, (list, tuple)):
         return len(x) == len(y) and all(map(_same, x, y))
     if isinstance(x, Mapping) and isinstance(y, Mapping):
@@ -166,13 +166,13 @@ def _same(x: Any, y: Any) -> bool:
 
 
 def _shown(x: Any, y: Any) -> list[str]:
-    """Two values that differ, in as many digits as tell them apart."""
+    """Return the texts of two values that differ, in all digits if the short texts are equal."""
     short = [text(value, 7) for value in (x, y)]
     return short if short[0] != short[1] else [repr(value) for value in (x, y)]
 
 
 def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The entries of a parameter's state that differ, and how."""
+    """Yield the entries of a parameter's state that differ, each with its difference."""
     for key in dict.fromkeys((*first, *second)):
         if key not in first or key not in second:
             yield key, {"what": f"only {'A' if key in first else 'B'} has it", "max": None}
@@ -185,7 +185,7 @@ def _differences(first: Mapping[str, Any], second: Mapping[str, Any]) -> Iterato
 
 
 def _difference(x: Tensor, y: Tensor) -> Iterator[dict[str, Any]]:
-    """How two tensors differ, if they do."""
+    """Yield the difference of two tensors, if they differ."""
     if x.shape != y.shape:
         yield {"what": f"shapes {tuple(x.shape)} and {tuple(y.shape)}", "max": None}
         return

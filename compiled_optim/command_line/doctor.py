@@ -1,7 +1,7 @@
-"""Check what runs here, what falls back to slower ways, and what to install.
+"""Check which parts work here, which fall back to slower ones, and what to install.
 
-It takes a step with small tensors on each device that there is, so it compiles or loads what your training would. The exit
-status is 1 if anything falls back.
+It takes a step with small tensors on each device, and compiles or loads the same kernels as your training. The exit status
+is 1 if anything falls back.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _OLDEST = (2, 11)
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare that the command takes nothing."""
+    """Declare no arguments."""
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check everything; 1 if something falls back."""
+    """Check everything. Return 1 if something falls back."""
     records = [dict(zip(("what", "status", "detail", "advice"), row, strict=True)) for row in _checks()]
     falls = [r for r in records if r["status"] == _FALLBACK]
     show(options, records, lambda: _drawn(records, falls))
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _checks() -> Iterator[tuple[str, str, str, str]]:
-    """What is checked: its status, details, and what to do."""
+    """Yield the name of each check, its status, details and advice."""
     yield "compiled_optim", _OK, f"{co.__version__}, Python {platform.python_version()}", ""
     version = tuple(map(int, torch.__version__.partition("+")[0].split(".")[:2]))
     is_new = version >= _OLDEST
@@ -54,19 +54,19 @@ def _checks() -> Iterator[tuple[str, str, str, str]]:
     cache = ""
     for device in ("cpu", *(["cuda"] if has_gpu else [])):
         for name in ("adamw", "muon"):  # one works element by element, the other on matrices
-            report, said = _step(name, device)
+            report, messages = _step(name, device)
             cache = report.cache
-            reasons = [*report.fallbacks, *said]
+            reasons = [*report.fallbacks, *messages]
             how = f"{report.lowering}, first step {report.seconds:.1f} s of compiling and loading"
             advice = "" if not reasons else "see the reason"
             yield f"{name} on {device}", _FALLBACK if reasons else _OK, "; ".join(reasons) or how, advice
     yield _directory("compiled C++", Path(cache), "XDG_CACHE_HOME")
     home = os.environ.get("TRITON_HOME") or Path.home()
-    kept = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
-    yield _directory("Triton's cache", kept, "TRITON_CACHE_DIR")
+    directory = Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
+    yield _directory("Triton's cache", directory, "TRITON_CACHE_DIR")
     for name, extra in _EXTRAS.items():
-        found = _version(name)
-        yield name, _OK if found else _ABSENT, found or "", "" if found else f"pip install 'compiled-optim[{extra}]'"
+        release = _version(name)
+        yield name, _OK if release else _ABSENT, release or "", "" if release else f"pip install 'compiled-optim[{extra}]'"
 
 
 def _version(distribution: str) -> str:
@@ -77,48 +77,48 @@ def _version(distribution: str) -> str:
 
 
 def _compiler() -> tuple[str, str, str, str]:
-    wanted = os.environ.get("CXX", "")
-    names = [wanted.split()[0]] if wanted.split() else []
-    found = next(filter(None, map(shutil.which, (*names, "g++", "clang++", "c++"))), None)
-    if found is None:
+    requested = os.environ.get("CXX", "")
+    names = [requested.split()[0]] if requested.split() else []
+    compiler = next(filter(None, map(shutil.which, (*names, "g++", "clang++", "c++"))), None)
+    if compiler is None:
         advice = "install g++ or clang++, or name one in CXX"
         return "C++ compiler", _FALLBACK, "none: steps on CPUs run uncompiled", advice
     try:
-        said = subprocess.run([found, "--version"], capture_output=True, text=True, errors="replace").stdout
+        printed = subprocess.run([compiler, "--version"], capture_output=True, text=True, errors="replace").stdout
     except OSError as error:
-        return "C++ compiler", _FALLBACK, f"{found} does not run: {error}", "name another one in CXX"
-    if names and Path(found).name != Path(names[0]).name:
-        return "C++ compiler", _FALLBACK, f"CXX is {wanted!r}, which was not found; {found} is used", "correct CXX"
-    return "C++ compiler", _OK, said.partition("\n")[0] or found, ""
+        return "C++ compiler", _FALLBACK, f"{compiler} does not run: {error}", "name another one in CXX"
+    if names and Path(compiler).name != Path(names[0]).name:
+        return "C++ compiler", _FALLBACK, f"CXX is {requested!r}, which was not found; {compiler} is used", "correct CXX"
+    return "C++ compiler", _OK, printed.partition("\n")[0] or compiler, ""
 
 
 def _triton() -> tuple[str, str, str, str]:
-    if found := _version("triton"):
-        return "Triton", _OK, found, ""
-    needs = torch.cuda.is_available()
-    return "Triton", _FALLBACK if needs else _ABSENT, "steps on GPUs take torch.compile's kernels", "pip install triton"
+    if version := _version("triton"):
+        return "Triton", _OK, version, ""
+    is_needed = torch.cuda.is_available()
+    return "Triton", _FALLBACK if is_needed else _ABSENT, "steps on GPUs use torch.compile's kernels", "pip install triton"
 
 
 def _step(name: str, device: str) -> tuple[co.CompileReport, list[str]]:
-    """The report on a step of small tensors, and what it warned of."""
+    """Return the report of a step with small tensors, and its warnings."""
     param = torch.nn.Parameter(torch.zeros(64, 64, device=device))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         optimizer = co.create(name, [param])
         param.grad = torch.ones_like(param)
         optimizer.step()
-    said = [str(w.message).removeprefix("compiled_optim: ") for w in caught if "compiled_optim" in str(w.message)]
+    messages = [str(w.message).removeprefix("compiled_optim: ") for w in caught if "compiled_optim" in str(w.message)]
     report = co.compile_report(optimizer)
-    return report, [message for message in said if not any(reason in message for reason in report.fallbacks)]
+    return report, [message for message in messages if not any(reason in message for reason in report.fallbacks)]
 
 
-def _directory(what: str, path: Path, variable: str) -> tuple[str, str, str, str]:
-    """A cache: where it is, how large, and whether it can be written."""
-    there = next(parent for parent in (path, *path.parents) if parent.exists())
-    can_write = os.access(there, os.W_OK | os.X_OK)
-    held = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
-    detail = f"{path}, {size(held, 'B')}" if held else f"{path}, empty"
-    return what, _OK if can_write else _FALLBACK, detail, "" if can_write else f"make it writable, or set {variable}"
+def _directory(name: str, path: Path, variable: str) -> tuple[str, str, str, str]:
+    """Check a cache: its path, its size, and whether it is writable."""
+    existing = next(parent for parent in (path, *path.parents) if parent.exists())
+    can_write = os.access(existing, os.W_OK | os.X_OK)
+    bytes_used = sum(file.stat().st_size for file in path.rglob("*") if file.is_file()) if path.is_dir() else 0
+    detail = f"{path}, {size(bytes_used, 'B')}" if bytes_used else f"{path}, empty"
+    return name, _OK if can_write else _FALLBACK, detail, "" if can_write else f"make it writable, or set {variable}"
 
 
 def _drawn(records: list[dict[str, str]], falls: list[dict[str, str]]) -> Iterator[Any]:

@@ -1,8 +1,8 @@
-"""Explain a model's parameters, or a checkpoint's: which rule has each, with which numbers, in how many bytes, and why.
+"""Explain a model's parameters, or a checkpoint's: the rule of each, its numbers and bytes, and the reason.
 
-MODEL is "package.module:name" of a module or of what makes one, with plain arguments if it takes some:
-"torch.nn:TransformerEncoderLayer(64, 4)" or "train:make_model". It is imported and called as your program would. By default
-its parameters are on the meta device, which takes no memory. MODEL may also be a file or folder with an optimizer's state.
+MODEL is "package.module:name" of a module, or of a class or function that makes one, with plain arguments if it takes some:
+"torch.nn:TransformerEncoderLayer(64, 4)" or "train:make_model". It is imported and called as in your program. By default its
+parameters are on the meta device, which takes no memory. MODEL may also be a file or folder with an optimizer's state.
 """
 
 from __future__ import annotations
@@ -37,83 +37,83 @@ from compiled_optim.command_line.parts.expressions import call, created, optimiz
 from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
 
 _COUPLED = "decoupled_weight_decay"  # False for Adam, True for AdamW
-_NO_LAMB = {"bitsandbytes", "fused", "flashoptim"}  # forms whose two averages are of Adam or AdamW, without saying which
-_PARTS = {"kahan_comp", "remainder", "master_param"}  # of the state, that any optimizer may have
+_NO_LAMB = {"bitsandbytes", "fused", "flashoptim"}  # forms that save the averages of Adam and AdamW without the name
+_PARTS = {"kahan_comp", "remainder", "master_param"}  # entries of the state that every optimizer may have
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("model", metavar="MODEL", help="package.module:name, or a checkpoint")
     optimizer_arguments(parser, "muonadamw")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters, if not their own")
-    parser.add_argument("--device", choices=("meta", "cpu"), default="meta", help="where the model is; meta by default")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters, if not the model's")
+    parser.add_argument("--device", choices=("meta", "cpu"), default="meta", help="the device of the model; meta by default")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="count the launches of a step, as the command lowering does")
-    parser.add_argument("--each", action="store_true", help="list each parameter, not one of those that are alike")
+    parser.add_argument("--each", action="store_true", help="list each parameter; by default equal layers share a line")
     checkpoint_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain it; 1 if there are warnings."""
+    """Explain the model or checkpoint. Return 1 if there are warnings."""
     path = Path(options.model)
     if os.path.exists(path):  # of a name that is too long, Path.exists raises
         return _explain_file(options, path)
     model = made_model(options.model, options.device, options.dtype)
     optimizer = created(options.optimizer, model, options.set)
-    found, memory = co.explain(model, optimizer), co.memory_report(optimizer)
+    explained, memory = co.explain(model, optimizer), co.memory_report(optimizer)
     step = None
     if options.arch:
 
-        def again() -> co.CompiledOptimizer:
-            place = "cpu" if options.arch == "cpu" else "cuda"
-            return created(options.optimizer, made_model(options.model, place, options.dtype), options.set)
+        def make() -> co.CompiledOptimizer:
+            device = "cpu" if options.arch == "cpu" else "cuda"
+            return created(options.optimizer, made_model(options.model, device, options.dtype), options.set)
 
-        lowered_step = lowered(again, options.arch)
+        lowered_step = lowered(make, options.arch)
         step = {"arch": options.arch, "launches": lowered_step.launches, "operators": lowered_step.operators}
     frozen = {name for name, param in model.named_parameters() if not param.requires_grad}
-    for r in found.records:
+    for r in explained.records:
         r |= {"frozen": r["name"] in frozen, "gradient_bytes": 0 if r["name"] in frozen else r["parameter_bytes"]}
-    gradients = sum(r["gradient_bytes"] for r in found.records)
+    gradients = sum(r["gradient_bytes"] for r in explained.records)
     sizes = {"parameters": memory.weights, "gradients": gradients, "state": dict(memory.state)}
     records = {
         "optimizer": type(optimizer).__name__,
         "elements": memory.elements,
         "bytes": sizes,
         "step": step,
-        "parameters": found.records,
-        "warnings": [finding._asdict() for finding in found.warnings],
+        "parameters": explained.records,
+        "warnings": [finding._asdict() for finding in explained.warnings],
     }
-    show(options, records, lambda: _drawn(records, [str(w) for w in found.warnings], each=options.each))
-    return 1 if found.warnings else 0
+    show(options, records, lambda: _drawn(records, [str(w) for w in explained.warnings], each=options.each))
+    return 1 if explained.warnings else 0
 
 
 def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
-    """The module that ``package.module:name`` is, or makes, on a device.
+    """Import ``package.module:name``, call it if it is no module, and return the module on ``device``.
 
     Raises:
-        ValueError: there is no such module or name, it fails, or it makes something else.
+        ValueError: the name does not exist, its call fails, or the result is no module.
     """
-    place, colon, expression = source.partition(":")
+    module, colon, expression = source.partition(":")
     if not colon:
         raise ValueError(f"{source!r} is neither a file nor package.module:name, such as torch.nn:Transformer")
     name, positional, named = call(parsed(expression), expression)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, for a console script
     try:
-        with contextlib.redirect_stdout(sys.stderr):  # what it prints is no record
-            found: Any = importlib.import_module(place)
+        with contextlib.redirect_stdout(sys.stderr):  # keeps its prints out of the records
+            model: Any = importlib.import_module(module)
             for part in name.split("."):
-                found = getattr(found, part)
-            if not isinstance(found, torch.nn.Module) and callable(found):
+                model = getattr(model, part)
+            if not isinstance(model, torch.nn.Module) and callable(model):
                 with torch.device(device):
-                    found = found(*positional, **named)
-    except (Exception, SystemExit) as error:  # whatever the user's code raises
+                    model = model(*positional, **named)
+    except (Exception, SystemExit) as error:  # the user's code may raise any
         hint = "; try --device cpu" if device == "meta" and not isinstance(error, (AttributeError, ImportError)) else ""
         raise ValueError(f"{source}: {type(error).__name__}: {error}{hint}") from error
-    if not isinstance(found, torch.nn.Module):
-        raise ValueError(f"{source} is a {type(found).__name__}, and no torch.nn.Module")
-    for param in found.parameters() if dtype is not None else ():  # ``found.to`` swaps tensors, which fake ones refuse
+    if not isinstance(model, torch.nn.Module):
+        raise ValueError(f"{source} is a {type(model).__name__}, not a torch.nn.Module")
+    for param in model.parameters() if dtype is not None else ():  # ``model.to`` swaps tensors, which fake ones refuse
         param.data = param.data.to(getattr(torch, str(dtype)) if param.is_floating_point() else param.dtype)
-    return found
+    return model
 
 
 def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> Iterator[Any]:
@@ -144,7 +144,7 @@ def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> It
     for r in every:
         why, sizes = None if r["why"] == "default" else r["why"], "lazy" if r["shape"] is None else shape(r["shape"])
         alike.setdefault((_stem(r["name"], each=each), sizes, _rule(r), why), []).append(r)
-    rows = [(name, _times(listed), *rest) for (name, *rest), listed in alike.items()]
+    rows = [(name, _times(listed), *others) for (name, *others), listed in alike.items()]
     yield table({"parameter": "bold", " ": ">dim", "shape": ".", "rule": ".cyan", "why": "dim"}, rows)
     yield from findings((w.removeprefix("warning ") for w in warnings), "no warnings")
 
@@ -154,7 +154,7 @@ def _rule(record: Mapping[str, Any]) -> str:
 
 
 def _stem(name: str, *, each: bool) -> str:
-    """A name with ``*`` for the numbers of layers, unless ``each`` is listed."""
+    """Return a name with ``*`` for the numbers of layers, or with ``each`` the name itself."""
     return name if each else re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
 
 
@@ -171,59 +171,59 @@ def _explain_file(options: argparse.Namespace, path: Path) -> int:
     state_dict = checkpoint.content
     groups = [numbers(group) for group in state_dict["param_groups"]]
     known = list(parameters(state_dict))
-    held: list[set[str]] = [set() for _ in groups]
-    for _, place, entries in known:
-        held[place].update(tensors(entries))
-    rules = [_rules(names, group, checkpoint.form) for names, group in zip(held, groups, strict=True)]
+    entry_names: list[set[str]] = [set() for _ in groups]
+    for _, index, entries in known:
+        entry_names[index].update(tensors(entries))
+    rules = [_rules(names, group, checkpoint.form) for names, group in zip(entry_names, groups, strict=True)]
     stored = {name: entries for name, _, entries in parameters(checkpoint.stored)}
     records = []
-    for name, place, entries in known:
-        kept = stored.get(name) or entries  # of 8 bits, where ours are float32
-        own = tensors(kept)
-        for inner in kept.values():  # as bitsandbytes has it
-            own |= tensors(inner) if isinstance(inner, Mapping) else {}
+    for name, index, entries in known:
+        saved = stored.get(name) or entries  # 8-bit codes, where ``entries`` are float32
+        stored_tensors = tensors(saved)
+        for inner in saved.values():  # bitsandbytes nests them
+            stored_tensors |= tensors(inner) if isinstance(inner, Mapping) else {}
         records.append(
             {
                 "name": name,
-                "group": place,
+                "group": index,
                 "shape": shape_of(entries),
                 "step": steps(entries),
-                "rules": rules[place],
-                "state_bytes": sum(value.nbytes for value in own.values()),
-                "state": {key: text(value.dtype) for key, value in own.items()},
+                "rules": rules[index],
+                "state_bytes": sum(value.nbytes for value in stored_tensors.values()),
+                "state": {key: text(value.dtype) for key, value in stored_tensors.items()},
             }
         )
-    found = {
+    content = {
         "file": str(path),
         "form": checkpoint.form,
         "groups": groups,
         "parameters": records,
         "left_out": checkpoint.lost,
     }
-    show(options, found, lambda: _drawn_file(path, checkpoint, records, each=options.each))
+    show(options, content, lambda: _drawn_file(path, checkpoint, records, each=options.each))
     return 1 if checkpoint.lost else 0
 
 
 def _rules(entries: set[str], group: Mapping[str, Any], form: str) -> list[str]:
-    """The optimizers that a group may be of: they have its state and its numbers, and the fewest numbers else."""
+    """Return the optimizers that have the state and options of a group, and the fewest other options."""
     if named := group.get("rule"):
         return [str(named)]
     kinds = {name: co.optimizer_info(name) for name in co.list_optimizers() if "." not in name}
     takes = {name: {argument.name for argument in info.arguments} for name, info in kinds.items()}
     takes["adamw"].add(_COUPLED)
-    said = (group.keys() & set[str]().union(*takes.values())) - {"max_lr"}  # which OneCycleLR writes too
-    own = {FORM.sub("", name) for name in entries} - _PARTS
-    fits = {name: len(takes[name] - said) for name, info in kinds.items() if own <= {*info.states} and said <= takes[name]}
+    options = (group.keys() & set[str]().union(*takes.values())) - {"max_lr"}  # OneCycleLR writes it into any group
+    states = {FORM.sub("", name) for name in entries} - _PARTS
+    fits = {n: len(takes[n] - options) for n, info in kinds.items() if states <= {*info.states} and options <= takes[n]}
     adams = [name for name in ("adam", "adamw") if name in fits]
-    is_optimi = form == "optimi" and _COUPLED in said  # its RAdam saves no other numbers than its Adam
-    is_foreign = form in _NO_LAMB or (form != "optimi" and "maximize" not in said)  # torch and we save it always
-    if adams and (is_foreign or is_optimi or "amsgrad" in said):
+    is_optimi = form == "optimi" and _COUPLED in options  # its RAdam saves the same options as its Adam
+    is_foreign = form in _NO_LAMB or (form != "optimi" and "maximize" not in options)  # torch and we save it
+    if adams and (is_foreign or is_optimi or "amsgrad" in options):
         decouples = None if form in _NO_LAMB else group.get(_COUPLED)
         return [*(adams if decouples is None else ["adamw" if decouples else "adam"]), *["radam"] * is_optimi]
-    if _COUPLED in said:
-        fits = {name: more for name, more in fits.items() if name not in adams} or fits  # theirs have amsgrad too
+    if _COUPLED in options:
+        fits = {name: extra for name, extra in fits.items() if name not in adams} or fits  # those have amsgrad too
     least = min(fits.values(), default=0)
-    return [name for name, more in fits.items() if more == least]
+    return [name for name, extra in fits.items() if extra == least]
 
 
 def _drawn_file(path: Path, checkpoint: Checkpoint, records: list[Any], *, each: bool) -> Iterator[Any]:

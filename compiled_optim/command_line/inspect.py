@@ -1,8 +1,8 @@
-"""Look into a checkpoint: names, dtypes, shapes, step counts, ranges of moments, what is dead or not finite.
+"""Look into a checkpoint: names, dtypes, shapes, step counts, ranges of moments, state that is dead or not finite.
 
-CHECKPOINT is what the command convert reads: files of torch.save or safetensors, and folders. Nothing in it is executed. A
-parameter is dead if it took steps and its averages are all 0, as if it never had a gradient. ASGD and SGD without
-momentum have no averages to tell.
+CHECKPOINT is a file or folder that the command convert reads. Nothing in it is executed. A parameter is dead if it took
+steps and its averages are all 0, as if it never had a gradient. ASGD and SGD without momentum have no averages, so their
+dead parameters are not found.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from compiled_optim.command_line.parts.checkpoints import (
 from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
 
 _AVERAGES = {"exp_avg", "exp_avg_sq", "exp_avg_diff", "momentum_buffer", "square_avg", "sum", "prev", "prev_grad"}
-_AVERAGES |= {"row_var", "col_var", "variance"}  # of gradients: 0 if they were; others begin elsewhere, or hold weights
+_AVERAGES |= {"row_var", "col_var", "variance"}  # of gradients, 0 if they are; other entries begin elsewhere or hold weights
 _SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
 _FEW = 3  # names that a message lists
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a file or folder with an optimizer's state")
     parser.add_argument("--names", default="*", metavar="PATTERN", help="show only parameters that match, such as '*bias'")
     checkpoint_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show the checkpoint; 1 if something in it is probably wrong."""
+    """Show the checkpoint. Return 1 if something in it is probably wrong."""
     checkpoint = read(options.checkpoint, options.key)
     every = [_record(*each) for each in parameters(checkpoint.content)]
     records = [r for r in every if fnmatchcase(r["name"], options.names)]
     if not records:
         raise ValueError(f"{options.checkpoint} has no parameter {options.names!r}")
     shown = {r["name"] for r in records}
-    found = {what: [name for name in names if name in shown] for what, names in _wrong(every)}
-    found = {what: names for what, names in found.items() if names}
+    problems = {problem: [name for name in names if name in shown] for problem, names in _wrong(every)}
+    problems = {problem: names for problem, names in problems.items() if names}
     if checkpoint.lost:
-        found["left out, as it cannot be read"] = [checkpoint.lost]
-    taken = [r for r in records if r["step"] or (r["step"] is None and r["state"])]
-    blind = [r["name"] for r in taken if not _averages(r)]
+        problems["left out, as it cannot be read"] = [checkpoint.lost]
+    stepped = [r for r in records if r["step"] or (r["step"] is None and r["state"])]
+    without_averages = [r["name"] for r in stepped if not _averages(r)]
     groups = [numbers(group) for group in checkpoint.content["param_groups"]]
     show(
         options,
@@ -62,18 +62,18 @@ def run(options: argparse.Namespace) -> int:
             "file": str(options.checkpoint),
             "groups": groups,
             "parameters": records,
-            "findings": found,
-            "without_averages": blind,
+            "findings": problems,
+            "without_averages": without_averages,
         },
-        lambda: _drawn(options.checkpoint, groups, records, found, blind),
+        lambda: _drawn(options.checkpoint, groups, records, problems, without_averages),
     )
-    return 1 if found else 0
+    return 1 if problems else 0
 
 
-def _record(name: str, place: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+def _record(name: str, index: int, entries: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "name": name,
-        "group": place,
+        "group": index,
         "shape": shape_of(entries),
         "step": steps(entries),
         "bytes": sum(value.nbytes for value in tensors(entries).values()),
@@ -82,44 +82,44 @@ def _record(name: str, place: int, entries: Mapping[str, Any]) -> dict[str, Any]
 
 
 def _range(value: Tensor) -> dict[str, Any]:
-    """The dtype and shape of an entry, and the range of its numbers; codes and bits have none."""
-    found: dict[str, Any] = {"dtype": text(value.dtype), "shape": list(value.shape)}
+    """Return dtype and shape of an entry, and the range of its numbers, except of codes and bits."""
+    record: dict[str, Any] = {"dtype": text(value.dtype), "shape": list(value.shape)}
     if not (value.is_floating_point() or value.is_complex()) or value.numel() == 0:
-        return found
+        return record
     real = value.abs() if value.is_complex() else value if value.element_size() >= 4 else value.float()
     is_finite = real.isfinite()
     finite = real if bool(is_finite.all()) else real[is_finite]
     if finite.numel():
-        found |= {"min": finite.min().item(), "max": finite.max().item(), "mean_abs": finite.abs().mean().item()}
-    return found | {"non_finite": real.numel() - finite.numel()}
+        record |= {"min": finite.min().item(), "max": finite.max().item(), "mean_abs": finite.abs().mean().item()}
+    return record | {"non_finite": real.numel() - finite.numel()}
 
 
 def _averages(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The averages of gradients in the state of a parameter."""
+    """Return the averages of gradients in the state of a parameter."""
     return {key: entry for key, entry in record["state"].items() if FORM.sub("", key) in _AVERAGES}
 
 
 def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """What is probably wrong, with the names of its parameters."""
+    """Yield each probable problem with the names of its parameters."""
     averages = [_averages(r) for r in records]
-    moved = [bool(held) if r["step"] is None else r["step"] > 0 for r, held in zip(records, averages, strict=True)]
-    ranges = [[e for e in held.values() if "max" in e] for held in averages]
-    judged = [*zip(records, moved, ranges, strict=True)]
-    dead = [r["name"] for r, did, held in judged if did and held and not any(e["min"] or e["max"] for e in held)]
+    stepped = [bool(kinds) if r["step"] is None else r["step"] > 0 for r, kinds in zip(records, averages, strict=True)]
+    ranges = [[e for e in kinds.values() if "max" in e] for kinds in averages]
+    judged = [*zip(records, stepped, ranges, strict=True)]
+    dead = [r["name"] for r, ran, known in judged if ran and known and not any(e["min"] or e["max"] for e in known)]
     is_counted = any(r["step"] for r in records)
-    going = {r["group"] for r, did, _ in judged if did or is_counted}  # a group of SGD may need no state
-    still = [r["name"] for r, did, _ in judged if not did and r["group"] in going and (r["step"] == 0 or not r["state"])]
+    moving = {r["group"] for r, ran, _ in judged if ran or is_counted}  # a group of SGD may need no state
+    still = [r["name"] for r, ran, _ in judged if not ran and r["group"] in moving and (r["step"] == 0 or not r["state"])]
     spoiled = [r["name"] for r in records if any(entry.get("non_finite") for entry in r["state"].values())]
     listed = {
         "dead: took steps, but their averages are all 0": dead,
         "never stepped, though others were": still,
         "not finite: their state has an infinite or NaN number": spoiled,
     }
-    yield from ((what, names) for what, names in listed.items() if names)
+    yield from ((problem, names) for problem, names in listed.items() if names)
 
 
 def _drawn(
-    path: Path, groups: list[Any], records: list[Any], found: Mapping[str, list[str]], blind: list[str]
+    path: Path, groups: list[Any], records: list[Any], problems: Mapping[str, list[str]], without_averages: list[str]
 ) -> Iterator[Any]:
     from rich.text import Text
 
@@ -141,23 +141,23 @@ def _drawn(
             first = ("", "", None)
     columns = {"name": "bold cyan", "shape": ".", "step": ">", "state": ".", "dtype": ".dim"}
     yield table({**columns, "min": ">", "max": ">", "mean |x|": ">"}, rows)
-    yield from findings((f"{what}: {_first(names)}" for what, names in found.items()), "nothing is wrong in it")
-    if blind:
-        yield Text(f"whether gradients were 0 cannot be seen, as state has no averages: {_first(blind)}", style="dim")
+    yield from findings((f"{problem}: {_first(names)}" for problem, names in problems.items()), "nothing is wrong in it")
+    if without_averages:
+        yield Text(f"gradients of 0 cannot be seen, as state has no averages: {_first(without_averages)}", style="dim")
 
 
 def _first(names: list[str]) -> str:
-    """The first few names, and how many more there are."""
+    """Return the first few names and the number of others."""
     return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW:,} more" if len(names) > _FEW else "")
 
 
 def groups_table(groups: list[dict[str, Any]]) -> Any:
-    """What groups say: a column for each of few groups, or a row for each of many, without what is unset everywhere."""
+    """Build a table of options that are set in any group: a column for each of few groups, or a row for each of many."""
     keys = dict.fromkeys(key for group in groups for key in group)
     rows = [(key, *(text(group.get(key), 7) for group in groups)) for key in keys]
-    said = [row for row in rows if {*row[1:]} - {"", "False", "()"}]
+    set_rows = [row for row in rows if {*row[1:]} - {"", "False", "()"}]
     if len(groups) <= _FEW:
-        return table({"group": "bold", **{f"#{i}": ">" for i in range(len(groups))}}, said)
-    turned = zip(*(row[1:] for row in said), strict=True)
+        return table({"group": "bold", **{f"#{i}": ">" for i in range(len(groups))}}, set_rows)
+    turned = zip(*(row[1:] for row in set_rows), strict=True)
     rows = [(f"#{i}", *row) for i, row in enumerate(turned)]
-    return table({"group": "bold", **{row[0]: ">" for row in said}}, rows)
+    return table({"group": "bold", **{row[0]: ">" for row in set_rows}}, rows)

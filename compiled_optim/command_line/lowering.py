@@ -1,4 +1,4 @@
-"""Show what a step lowers to on a GPU, without one: kernels, launches, bytes, registers.
+"""Show the kernels, launches, bytes and registers of a step on a GPU, without a GPU.
 
 Triton compiles the kernels and its assembler counts registers and spills; nothing runs. With "--arch cpu" the kernels are
 C++, which is compiled and run here. Shapes are gpt2 (148 tensors), vit-tiny (152 tensors), or your own: "768x3072,768" is
@@ -25,7 +25,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "cpu")
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what the command takes."""
+    """Declare the arguments of the command."""
     parser.add_argument("optimizer", nargs="?", default="adamw", metavar="OPTIMIZER", help="adamw by default")
     parser.add_argument("--shapes", default="gpt2", metavar="SHAPES", help="gpt2 by default, vit-tiny, or 768x3072,768*12")
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90", help="sm_90 by default")
@@ -43,7 +43,7 @@ def run(options: argparse.Namespace) -> int:
         params = {f"layer{i}.weight": torch.empty(each, dtype=dtype, requires_grad=True) for i, each in enumerate(sizes)}
         return created(options.optimizer, params, options.set)
 
-    found = lowered(make, options.arch)
+    simulated = lowered(make, options.arch)
     elements = sum(map(math.prod, sizes))
     records = {
         "optimizer": options.optimizer,
@@ -51,23 +51,23 @@ def run(options: argparse.Namespace) -> int:
         "dtype": options.dtype,
         "tensors": len(sizes),
         "parameters": elements,
-        "lowering": co.compile_report(found.optimizer).lowering,
-        "launches": found.launches,
-        "operators": found.operators,
-        "bytes_per_parameter": found.bytes_per_parameter,
-        "seconds": found.seconds,
-        "kernels": [k._asdict() | {"resources": k.resources._asdict()} for k in found.kernels],
-        "sources": found.sources,
+        "lowering": co.compile_report(simulated.optimizer).lowering,
+        "launches": simulated.launches,
+        "operators": simulated.operators,
+        "bytes_per_parameter": simulated.bytes_per_parameter,
+        "seconds": simulated.seconds,
+        "kernels": [k._asdict() | {"resources": k.resources._asdict()} for k in simulated.kernels],
+        "sources": simulated.sources,
     }
     if options.source and not options.json:
-        print(*found.sources, sep="\n\n")
+        print(*simulated.sources, sep="\n\n")
         return 0
-    show(options, records, lambda: _drawn(found, records))
+    show(options, records, lambda: _drawn(simulated, records))
     return 0
 
 
 def lowered(make: Any, arch: str) -> SimulatedStep:
-    """The step of the optimizer that ``make`` makes, on one of :data:`ARCHITECTURES`."""
+    """Simulate a step of the optimizer that ``make`` returns, on one of :data:`ARCHITECTURES`."""
     if arch != "cpu":
         needed("triton", "compiling for a GPU", "")
     from compiled_optim.simulated.step import simulated_step
@@ -75,38 +75,38 @@ def lowered(make: Any, arch: str) -> SimulatedStep:
     return simulated_step(make, None if arch == "cpu" else int(arch[3:]))
 
 
-def parsed_shapes(given: str) -> list[tuple[int, ...]]:
-    """The shapes that a name or a list such as ``768x3072,768*12`` stands for."""
+def parsed_shapes(source: str) -> list[tuple[int, ...]]:
+    """Return the shapes of a model's name, or of a list such as ``768x3072,768*12``."""
     from compiled_optim.simulated.shapes import MODELS
 
-    if given in MODELS:
-        return MODELS[given]()
-    found: list[tuple[int, ...]] = []
-    for part in given.split(","):
+    if source in MODELS:
+        return MODELS[source]()
+    shapes: list[tuple[int, ...]] = []
+    for part in source.split(","):
         sizes, _, count = part.partition("*")
         numbers = [*sizes.split("x"), count or "1"]
         if not all(number.strip().isdecimal() and int(number) for number in numbers):
             raise ValueError(f"--shapes must be {', '.join(MODELS)}, or such as 768x3072,768*12; got {part!r}")
-        found += [tuple(map(int, numbers[:-1]))] * int(numbers[-1])
-    return found
+        shapes += [tuple(map(int, numbers[:-1]))] * int(numbers[-1])
+    return shapes
 
 
-def _drawn(found: SimulatedStep, records: dict[str, Any]) -> Iterator[Any]:
+def _drawn(simulated: SimulatedStep, records: dict[str, Any]) -> Iterator[Any]:
     from rich.text import Text
 
-    kind = type(found.optimizer).__name__
-    what = f"{kind} on {records['arch']}: {records['tensors']:,} tensors, {size(records['parameters'])} {records['dtype']}"
-    yield Text(f"{what} parameters", style="bold")
-    moved = records["bytes_per_parameter"]
+    kind = type(simulated.optimizer).__name__
+    head = f"{kind} on {records['arch']}: {records['tensors']:,} tensors, {size(records['parameters'])} {records['dtype']}"
+    yield Text(f"{head} parameters", style="bold")
+    traffic = records["bytes_per_parameter"]
     rows = [
         ("lowering", records["lowering"], "how the step runs"),
-        ("kernel launches", records["launches"], "per step, whatever the number of tensors" if found.launches < 5 else ""),
+        ("kernel launches", records["launches"], "per step, for any number of tensors" if simulated.launches < 5 else ""),
         ("torch operators", records["operators"], "per step, on the device"),
-        *([] if moved is None else [("bytes/parameter", f"{moved:.2f}", "that a step reads and writes")]),
-        ("first step", f"{found.seconds:.2f} s", "of processor time, to compile and to begin"),
+        *([] if traffic is None else [("bytes/parameter", f"{traffic:.2f}", "read and written by a step")]),
+        ("first step", f"{simulated.seconds:.2f} s", "of processor time, with compiling"),
     ]
     yield table({"": "bold", " ": ">cyan", "  ": "dim"}, rows)
-    if found.kernels:
+    if simulated.kernels:
         kernels = [
             (
                 k.name,
@@ -117,10 +117,10 @@ def _drawn(found: SimulatedStep, records: dict[str, Any]) -> Iterator[Any]:
                 size(k.resources.shared, "B"),
                 " ".join(k.widths),
             )
-            for k in found.kernels
+            for k in simulated.kernels
         ]
         columns = dict.fromkeys(("launches", "bytes", "registers", "spills", "shared"), ">")
         caption = "Bytes for each parameter. Registers of a thread. Spills in bytes. --source prints the kernels."
         yield table({"kernel": ".bold", **columns, "accesses": ""}, kernels, title="Triton kernels", caption=caption)
-    elif found.sources:
-        yield Text(f"C++ kernels: {len(found.sources)}; --source prints them.", style="dim")
+    elif simulated.sources:
+        yield Text(f"C++ kernels: {len(simulated.sources)}; --source prints them.", style="dim")

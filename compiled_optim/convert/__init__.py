@@ -1,4 +1,4 @@
-"""Checkpoints of other packages and ours, from file to file, without the model: see :func:`convert`."""
+"""Conversion of checkpoint files between this package and others, without the model: see :func:`convert`."""
 
 from compiled_optim.convert.formats import READ, WRITTEN, Converted, convert, read, write
 

@@ -11,17 +11,17 @@ from compiled_optim.convert import torch_files
 from compiled_optim.convert.forms import UNORDERED
 
 _GROUPS, _MODEL = "optimizer_state.pt", "mp_rank_00_model_states.pt"
-_WEIGHTS = "fp32"  # which for us are the float32 copies of parameters in fewer bits
+_WEIGHTS = "fp32"  # here ``master_param``, the float32 copies of parameters in fewer bits
 
 
 def matches(path: Path) -> bool:
-    """Whether ``path`` is a universal checkpoint, or the folder of its parameters."""
+    """Return whether ``path`` is a universal checkpoint, or the folder of its parameters."""
     return (path / "zero" / _GROUPS).is_file() or (path / _GROUPS).is_file()
 
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dict[str, Any]:
-    """The state dict in a universal checkpoint. The model's file beside has the order of the parameters and, where there are
-    several groups, which is in which.
+    """Return the state dict in a universal checkpoint. The file of the model beside it tells the order of the parameters,
+    and the parameters of each of several groups.
 
     Raises:
         OSError: a file cannot be read.
@@ -48,10 +48,10 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
 
 
 def _list(content: Any, key: str, path: Path) -> list[Any]:
-    found = content.get(key) if isinstance(content, dict) else None
-    if not isinstance(found, list):
+    entry = content.get(key) if isinstance(content, dict) else None
+    if not isinstance(entry, list):
         raise ValueError(f"{path} has no list {key!r}")
-    return found
+    return entry
 
 
 def _tensor(content: Any, path: Path) -> Tensor:

@@ -2,7 +2,7 @@
 
 A flat key is ``state.NAME.ENTRY`` or ``param_groups.NAME.OPTION``. Both layouts may have a prefix; torchtitan's is
 ``optimizer``. Several processes write flat keys in any order, so ours are written with ``order``, which lists the names in
-each group. Folders are read without torch's reader, which takes them at their word.
+each group. Folders are read without torch's reader, which does not check them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from compiled_optim.convert.quantized import WRAPPER
 from compiled_optim.convert.torch_files import Record, Records, load_item, reason
 from compiled_optim.convert.whole import Keep, Writers, as_bytes, check_regular, keeper
 
-_PLACE = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases|order)(?:\.(.*))?", re.DOTALL)
+_KEY = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases|order)(?:\.(.*))?", re.DOTALL)
 _LISTED = ("params", "param_names")
 _METADATA, _FILES = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
 _KNOWN = {
@@ -49,7 +49,7 @@ class _Metadata(Records):
             return tuple
         if (dtype := _DTYPES.get(f"{module}.{name}")) is not None:
             return dtype
-        if (module, name) not in _KNOWN and module.partition(".")[0] != "pathlib":  # paths say where it was saved
+        if (module, name) not in _KNOWN and module.partition(".")[0] != "pathlib":  # paths of the process that saved it
             raise pickle.UnpicklingError(f"the metadata asks for {module}.{name}")
         return super().find_class(module, name)
 
@@ -61,17 +61,17 @@ def _state(record: Any, kind: str) -> Any:
 
 
 def matches(path: Path) -> bool:
-    """Whether ``path`` is a folder with the metadata of torch.distributed.checkpoint."""
+    """Return whether ``path`` is a folder with the metadata of torch.distributed.checkpoint."""
     return (path / ".metadata").is_file()
 
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dict[str, Any]:
-    """The state dict of the optimizer in a folder, read tensor by tensor, and with ``scratch`` kept there.
+    """Return the state dict of the optimizer in a folder, read tensor by tensor.
 
     Args:
         path: the folder.
-        key: the prefix, where several optimizers have one.
-        scratch: a directory for large tensors.
+        key: the prefix of the optimizer's keys, if the folder holds several optimizers.
+        scratch: a directory for files of large tensors, which the result maps; None keeps them in memory.
 
     Raises:
         OSError: a file cannot be read.
@@ -81,20 +81,20 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         entries = _entries(path, key, scratch)
     except OSError:
         raise
-    except Exception as error:  # whatever a parser meets in arbitrary bytes
+    except Exception as error:  # arbitrary bytes may raise any
         raise ValueError(f"{path} is damaged, or holds no optimizer ({reason(error)})") from error
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     lists: dict[int, dict[str, Any]] = {}
     flat: dict[str, dict[str, Any]] = {}
-    for part, rest, is_listed, value in entries:
-        holder, _, name = rest.rpartition(".")
+    for part, path_in_part, is_listed, value in entries:
+        holder, _, name = path_in_part.rpartition(".")
         if part == "aliases":
-            result.setdefault(part, {})[rest] = value
+            result.setdefault(part, {})[path_in_part] = value
         elif part == "state":
             result[part].setdefault(holder.removesuffix(f".{WRAPPER}"), {})[name] = value
         elif is_listed:
             lists.setdefault(int(holder), {})[name] = value
-        elif rest:
+        elif path_in_part:
             flat.setdefault(holder, {})[name] = value
         else:
             result[part] = value
@@ -107,22 +107,22 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
 
 
 def _entries(path: Path, key: str | None, scratch: Path | None) -> list[tuple[str, str, bool, Any]]:
-    """Of each entry its part of the state dict, the rest of its key, whether that is an index of a list, and its value."""
+    """List part of the state dict, remaining key, whether that holds the index of a list, and value of each entry."""
     keep = keeper(scratch)
     with check_regular(path / ".metadata").open("rb") as file:
         metadata = _state(_Metadata(file).load(), "Metadata")
     entries, nested = metadata["state_dict_metadata"], metadata.get("planner_data") or {}
-    places = {name: match for name in entries if (match := _PLACE.fullmatch(name))}
-    prefixes = {match[1] or "" for match in places.values() if match[2] == "param_groups"}
+    parsed = {name: match for name in entries if (match := _KEY.fullmatch(name))}
+    prefixes = {match[1] or "" for match in parsed.values() if match[2] == "param_groups"}
     if len(prefixes := prefixes & {key} if key is not None else prefixes) != 1:
-        found = ", ".join(sorted(map(repr, prefixes))) or "none"
-        raise ValueError(f"the keys of an optimizer's groups have one prefix, got {found}; choose by key")
+        listed = ", ".join(sorted(map(repr, prefixes))) or "none"
+        raise ValueError(f"the keys of an optimizer's groups have one prefix, got {listed}; choose by key")
     stored: dict[Any, Mapping[str, Any]] = {}
     for index, info in metadata["storage_data"].items():
-        own = _state(index, "MetadataIndex")
-        if (match := places.get(own["fqn"])) and (match[1] or "") in prefixes:
-            stored[own["fqn"], own.get("offset")] = _state(info, "_StorageInfo")
-    _check_apart(path, stored.values())
+        item = _state(index, "MetadataIndex")
+        if (match := parsed.get(item["fqn"])) and (match[1] or "") in prefixes:
+            stored[item["fqn"], item.get("offset")] = _state(info, "_StorageInfo")
+    _check_disjoint(path, stored.values())
     return [
         (
             match[2],
@@ -130,67 +130,67 @@ def _entries(path: Path, key: str | None, scratch: Path | None) -> list[tuple[st
             any(isinstance(part, int) for part in nested.get(name, ())),
             keep(value) if isinstance(value := _value(path, name, entries[name], stored), Tensor) else value,
         )
-        for name, match in places.items()
+        for name, match in parsed.items()
         if (match[1] or "") in prefixes
     ]
 
 
 def _value(path: Path, name: str, entry: Any, stored: Mapping[Any, Mapping[str, Any]]) -> Any:
-    """An entry, read item by item: an object, or the chunks of a tensor, each an archive of torch.save."""
+    """Read an entry: an object, or the chunks of a tensor, each an archive of torch.save."""
     if type(entry).__name__ == "BytesStorageMetadata":
         return _item(path, stored[name, None])
-    own = _state(entry, "TensorStorageMetadata")
-    size, dtype = torch.Size(own["size"]), _state(own["properties"], "TensorProperties")[0]
-    boxes = [_state(chunk, "ChunkStorageMetadata") for chunk in own["chunks"]]
+    metadata = _state(entry, "TensorStorageMetadata")
+    size, dtype = torch.Size(metadata["size"]), _state(metadata["properties"], "TensorProperties")[0]
+    boxes = [_state(chunk, "ChunkStorageMetadata") for chunk in metadata["chunks"]]
     chunks = [(torch.Size(box["offsets"]), torch.Size(box["sizes"])) for box in boxes]
     if not _fill(chunks, size):
         raise ValueError(f"the chunks of {name!r} do not fill {[*size]} exactly")
     chunks = [chunk for chunk in chunks if chunk[1].numel()]
     infos = [stored[name, offsets] for offsets, _ in chunks]
     if size.numel() * dtype.itemsize > sum(info["length"] for info in infos):
-        raise ValueError(f"{name!r} is larger than what is stored of it")
-    whole = torch.empty(size, dtype=dtype, device="cpu") if len(chunks) > 1 else None
+        raise ValueError(f"{name!r} is larger than its stored items")
+    tensor = torch.empty(size, dtype=dtype, device="cpu") if len(chunks) > 1 else None
     for (offsets, sizes), info in zip(chunks, infos, strict=True):
         piece = _item(path, info)
         if not isinstance(piece, Tensor) or (piece.dtype, piece.shape, piece.layout) != (dtype, sizes, torch.strided):
             raise ValueError(f"a chunk of {name!r} is not of {dtype} and {[*sizes]}")
-        if whole is None:
+        if tensor is None:
             return piece
-        whole[tuple(map(slice, offsets, map(sum, zip(offsets, sizes, strict=True))))] = piece
-    return whole if whole is not None else torch.empty(size, dtype=dtype, device="cpu")
+        tensor[tuple(map(slice, offsets, map(sum, zip(offsets, sizes, strict=True))))] = piece
+    return tensor if tensor is not None else torch.empty(size, dtype=dtype, device="cpu")
 
 
 def _file(path: Path, info: Mapping[str, Any]) -> Path:
-    place = PurePath(info["relative_path"])
-    if place.is_absolute() or ".." in place.parts:
-        raise ValueError(f"it names {str(place)!r}, outside of the folder")
-    return check_regular(path / place)
+    relative = PurePath(info["relative_path"])
+    if relative.is_absolute() or ".." in relative.parts:
+        raise ValueError(f"it refers to {str(relative)!r}, outside of the folder")
+    return check_regular(path / relative)
 
 
-def _check_apart(path: Path, infos: Iterable[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` where two items share bytes of a file: a small file would say a lot."""
+def _check_disjoint(path: Path, infos: Iterable[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if two items share bytes of a file: then a small file could fill the memory."""
     files = [(_file(path, info).stat(), info["offset"], info["length"]) for info in infos]
     spans = sorted((file.st_dev, file.st_ino, offset, length) for file, offset, length in files)
     if any(a[:2] == b[:2] and a[2] + a[3] > b[2] for a, b in itertools.pairwise(spans)):
-        raise ValueError("two of its items lie in the same place")
+        raise ValueError("two of its items share bytes of a file")
 
 
 def _item(path: Path, info: Mapping[str, Any]) -> Any:
-    place, offset, length = PurePath(info["relative_path"]), info["offset"], info["length"]
+    relative, offset, length = PurePath(info["relative_path"]), info["offset"], info["length"]
     if info.get("transform_descriptors"):
-        raise ValueError(f"{place} was saved with extensions, which are not read")
+        raise ValueError(f"{relative} was saved with extensions, which are not read")
     with _file(path, info).open("rb") as file:
         if not 0 <= offset <= offset + length <= os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{place} ends before what it must hold")
+            raise ValueError(f"{relative} ends before the end of an item")
         file.seek(offset)
         try:
             return load_item(file.read(length))
         except Exception as error:
-            raise ValueError(f"{place}: {reason(error)}") from error
+            raise ValueError(f"{relative}: {reason(error)}") from error
 
 
 def _fill(chunks: Iterable[tuple[torch.Size, torch.Size]], size: torch.Size) -> bool:
-    """Whether ``chunks``, each of offsets and sizes, lie in a tensor of ``size``, and are each of its elements once."""
+    """Return whether ``chunks``, each of offsets and sizes, cover each element of a tensor of ``size`` exactly once."""
     boxes = [[*zip(offsets, map(sum, zip(offsets, sizes, strict=True)), strict=True)] for offsets, sizes in chunks]
     if any(len(box) != len(size) or any(not 0 <= a <= b <= n for (a, b), n in zip(box, size, strict=True)) for box in boxes):
         return False
@@ -198,7 +198,7 @@ def _fill(chunks: Iterable[tuple[torch.Size, torch.Size]], size: torch.Size) -> 
         return False
     boxes = [box for box in boxes if all(a < b for a, b in box)]
     axis = max(range(len(size)), key=lambda axis: len({box[axis] for box in boxes}), default=0)
-    beside: list[Any] = []  # what reaches the place on the axis with the most cuts, so that few are compared
+    beside: list[Any] = []  # those that reach the box along the axis with the most cuts, to compare few
     for box in sorted(boxes, key=lambda box: box[axis:]):
         beside = [other for other in beside if not size or other[axis][1] > box[axis][0]]
         if any(all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)) for other in beside):
@@ -208,9 +208,9 @@ def _fill(chunks: Iterable[tuple[torch.Size, torch.Size]], size: torch.Size) -> 
 
 
 def _grouped(flat: Mapping[str, Mapping[str, Any]], order: Any) -> dict[str, Any]:
-    """The groups, and a mark if their order is unknown. ``order`` lists the names in each group, or in older folders all.
+    """Return the groups, marked if their order is unknown. ``order`` lists the names of each group, in older folders of all.
 
-    Without names in each group, parameters whose options are the same, bit for bit, are in one group.
+    Without names of each group, parameters with the same options, bit for bit, form a group.
     """
     order = order if isinstance(order, list) else []
     parts = [[*map(str, entry if isinstance(entry, list) else [entry])] for entry in order]
@@ -227,7 +227,7 @@ def _grouped(flat: Mapping[str, Mapping[str, Any]], order: Any) -> dict[str, Any
 
 
 def _exact(value: Any) -> Any:
-    """What is equal for equal values only; the repr of a tensor is rounded."""
+    """Return a key that only equal values share. The ``repr`` of a tensor is rounded."""
     if isinstance(value, Tensor):
         return value.dtype, value.shape, bytes(as_bytes(value))
     if isinstance(value, Mapping):
@@ -236,28 +236,28 @@ def _exact(value: Any) -> Any:
 
 
 def content_of(state_dict: dict[str, Any], keep: Keep) -> dict[str, Any]:
-    """The flat layout of torch, as its ``set_optimizer_state_dict`` and torchtitan read it, under ``optimizer``."""
+    """Return the flat layout that torch's ``set_optimizer_state_dict`` and torchtitan read, under ``optimizer``."""
     refuse_foreign(state_dict, "torch.distributed.checkpoint")
     saved = with_steps(named(state_dict), torch.float32)
     flat = {
-        f"state.{n}.{key}": _alone(value, keep) for n, entries in saved["state"].items() for key, value in entries.items()
+        f"state.{n}.{key}": _compact(value, keep) for n, entries in saved["state"].items() for key, value in entries.items()
     }
     for i, group in enumerate(saved["param_groups"]):
         if not group["params"]:
-            raise ValueError(f"param_groups[{i}] has no parameters, so it has no place in torch.distributed.checkpoint")
+            raise ValueError(f"param_groups[{i}] has no parameters, so torch.distributed.checkpoint cannot hold it")
         flat |= {f"param_groups.{name}.{key}": group[key] for name in group["params"] for key in group if key != "params"}
     order = [] if saved.get(UNORDERED) else [group["params"] for group in saved["param_groups"]]
     return {"optimizer": {**flat, "order": order, **({"aliases": saved["aliases"]} if saved.get("aliases") else {})}}
 
 
-def _alone(value: Any, keep: Keep) -> Any:
-    """A value; of a part of a storage a copy, as torch's writer would make it, but in a file."""
+def _compact(value: Any, keep: Keep) -> Any:
+    """Return a value, or a copy of a part of a storage. torch's writer would copy it too, but in memory."""
     is_part = isinstance(value, Tensor) and value.untyped_storage().nbytes() != value.nbytes
     return keep(value.clone()) if is_part else value
 
 
 def writers(content: dict[str, Any], path: Path) -> Writers:
-    """How to write the folder."""
+    """Return the function that writes the folder."""
     if path.exists():
         raise ValueError(f"{path} is in the way; a folder, which may hold a model too, is not replaced: remove or rename it")
     return {path: partial(_save, content)}
@@ -266,7 +266,7 @@ def writers(content: dict[str, Any], path: Path) -> Writers:
 def _save(content: dict[str, Any], path: Path) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # given for no_dist too
+            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)  # comes with no_dist=True too
             save(content, storage_writer=FileSystemWriter(path), no_dist=True)
     except CheckpointException as error:
         raise OSError(reason(Exception(next(iter(error.failures.values()))[0]))) from error

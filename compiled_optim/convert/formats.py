@@ -1,4 +1,4 @@
-"""The formats: what reads and writes the files and folders, and how other packages lay out what is in them."""
+"""The formats: readers and writers of files and folders, and the layouts of other packages' state dicts in them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compiled_optim.convert.whole import Keep, Writers, check_replaceable, keepe
 
 
 class Container(NamedTuple):
-    """How files are read and written."""
+    """A kind of file or folder: a test for it, its reader, and its writers if it is written."""
 
     matches: Callable[[Path], bool]
     read: Callable[[Path, str | None, Path | None], Any]
@@ -24,15 +24,15 @@ class Container(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """How another package lays out a state dict: whether it did, as ours, and ours as its."""
+    """Another package's layout of state dicts: a test for it, its conversion to this package's, and back."""
 
     matches: Callable[[Mapping[str, Any]], bool]
-    ours: Callable[..., dict[str, Any]]
-    theirs: Callable[[Mapping[str, Any], Keep], Any] | None
+    decode: Callable[..., dict[str, Any]]
+    encode: Callable[[Mapping[str, Any], Keep], Any] | None
 
 
 class Converted(NamedTuple):
-    """What was converted: the ``form`` it was in, and how many ``parameters`` with state, and ``groups``, it has."""
+    """A summary of a conversion: the ``form`` of the source, and its numbers of ``parameters`` with state and ``groups``."""
 
     form: str
     parameters: int
@@ -45,13 +45,13 @@ CONTAINERS = {
     "safetensors": Container(safetensors_files.matches, safetensors_files.read, safetensors_files.writers),
     "torch": Container(lambda path: not path.is_dir(), torch_files.read, torch_files.writers),
 }
-"""By the name of a form; the first that matches a path reads it."""
+"""The kinds by name of their form. The first one that matches a path reads it."""
 
 LAYOUTS = {
-    "optimi": Layout(is_optimi, optimi.ours, optimi.theirs),
+    "optimi": Layout(is_optimi, optimi.decode, optimi.encode),
     "bitsandbytes": Layout(quantized.is_bitsandbytes, quantized.from_bitsandbytes, quantized.to_bitsandbytes),
     "flashoptim": Layout(quantized.is_flashoptim, quantized.from_flashoptim, None),
-    "fused": Layout(fused.matches, fused.ours, fused.theirs),
+    "fused": Layout(fused.matches, fused.decode, fused.encode),
 }
 
 WRITTEN: dict[str, Callable[[dict[str, Any], Keep], Any]] = {
@@ -60,15 +60,15 @@ WRITTEN: dict[str, Callable[[dict[str, Any], Keep], Any]] = {
     "named": forms.for_names,
     "safetensors": safetensors_files.content_of,
     "dcp": distributed.content_of,
-    **{name: layout.theirs for name, layout in LAYOUTS.items() if layout.theirs},
+    **{name: layout.encode for name, layout in LAYOUTS.items() if layout.encode},
 }
-"""The forms that are written, each with what makes its content of a state dict."""
+"""The forms that are written, each with the function that converts a state dict to its content."""
 
 _WHOLE = ("compiled_optim", "named")
 """The forms that keep entries beside the state and the groups."""
 
 READ = ("torch", *LAYOUTS, *(name for name in CONTAINERS if name != "torch"))
-"""The forms that are read; ``"torch"`` is ours too."""
+"""The forms that are read. ``"torch"`` is also this package's form."""
 
 
 def read(
@@ -80,16 +80,16 @@ def read(
     scratch: Path | None = None,
     usual: Collection[str] = (),
 ) -> dict[str, Any]:
-    """The state dict in a file or folder, with our names and meaning, on the CPU.
+    """Return the state dict in a file or folder, with this package's names and meaning, on the CPU.
 
     Args:
         path: a file of ``torch.save``, one of safetensors with the ``.json`` of its groups beside it, a folder of
             torch.distributed.checkpoint, or a universal checkpoint of DeepSpeed.
-        key: where it holds several things, the state dict's key; in a folder, the prefix of its keys.
-        form: one of :data:`READ`. By default the content tells.
-        lossy: leave out what cannot be read.
-        scratch: a directory. Tensors then are mapped from the file, or from files in it, not read into memory.
-        usual: keys. Where a file holds several things and ``key`` is None, the first one that is there is taken.
+        key: the state dict's key in a file of several things; in a folder, the prefix of its keys.
+        form: one of :data:`READ`. By default it is detected.
+        lossy: leave out entries that cannot be read.
+        scratch: a directory. With it tensors are not read into memory, but mapped from the file or from files there.
+        usual: keys to try in a file of several things if ``key`` is None. The first one that exists is used.
 
     Raises:
         OSError: it cannot be read.
@@ -103,38 +103,38 @@ def _read(
 ) -> tuple[str, dict[str, Any]]:
     if form is not None and form not in READ:
         raise ValueError(f"form must be one of {', '.join(READ)}, got {form!r}")
-    found, state_dict = as_it_is(path, key, scratch, usual)
-    if form in CONTAINERS and form != found:
-        raise ValueError(f"{path} is in the form {found}, not {form}")
+    container, state_dict = read_stored(path, key, scratch, usual)
+    if form in CONTAINERS and form != container:
+        raise ValueError(f"{path} is in the form {container}, not {form}")
     layout = layout_of(state_dict) if form is None else form if form in LAYOUTS else None
     try:
-        state_dict = LAYOUTS[layout].ours(state_dict, keeper(scratch), lossy=lossy) if layout else state_dict
+        state_dict = LAYOUTS[layout].decode(state_dict, keeper(scratch), lossy=lossy) if layout else state_dict
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-    return layout or found, state_dict
+    return layout or container, state_dict
 
 
-def as_it_is(
+def read_stored(
     path: Path, key: str | None = None, scratch: Path | None = None, usual: Collection[str] = ()
 ) -> tuple[str, dict[str, Any]]:
-    """The name of the container at ``path``, and the state dict in it."""
-    found = next((name for name, container in CONTAINERS.items() if container.matches(path)), None)
-    if found is None:
+    """Return the name of the container at ``path``, and the state dict in it as it is stored."""
+    kind = next((name for name, container in CONTAINERS.items() if container.matches(path)), None)
+    if kind is None:
         raise ValueError(f"{path} is a folder, and neither a checkpoint of torch.distributed nor DeepSpeed's universal one")
-    content, where = CONTAINERS[found].read(path, key, scratch), str(path)
+    content, where = CONTAINERS[kind].read(path, key, scratch), str(path)
     is_one = not isinstance(content, Mapping) or {"state", "param_groups"} <= {*content}
     if not is_one and key is None and (inner := [each for each in usual if each in content]):
         content, where, is_one = content[inner[0]], f"{path}, under {inner[0]!r}", True
     try:
         check_extent(content, sum(each.stat().st_size for each in (path, *path.rglob("*")) if each.is_file()))
-        return found, checked(content, keeper(scratch))
+        return kind, checked(content, keeper(scratch))
     except ValueError as error:
         hint = "" if is_one else f"; it holds {listed(content)}: choose by key (--key)"
         raise ValueError(f"{where}: {error}{hint}") from error
 
 
 def layout_of(state_dict: Mapping[str, Any]) -> str | None:
-    """The name of the layout of another package, if ``state_dict`` has one."""
+    """Return the name of another package's layout that ``state_dict`` has, or None."""
     return next((name for name, layout in LAYOUTS.items() if layout.matches(state_dict)), None)
 
 
@@ -142,17 +142,17 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
     """Write ``state_dict``, of any form, to a file or folder; a failure leaves every file as it was.
 
     Args:
-        state_dict: with our names, or with the names that a package has which is read.
+        state_dict: with this package's names, or in a layout that :func:`read` knows.
         path: the file, or for ``"dcp"`` the folder.
         form: one of :data:`WRITTEN`. ``"torch"``, ``"compiled_optim"``, ``"optimi"``, ``"bitsandbytes"`` and ``"fused"`` are
-            for the ``load_state_dict`` of that package; ``"named"`` and ``"dcp"`` have parameter names, and
-            ``"safetensors"`` also without.
-        scratch: a directory for large tensors that are made.
+            for the ``load_state_dict`` of that package. ``"named"`` and ``"dcp"`` need parameter names, ``"safetensors"``
+            does not.
+        scratch: a directory for files of large tensors that the conversion makes.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: ``form`` is unknown, the state has no counterpart in it, or something is in the way that holds no
-            optimizer's state.
+        ValueError: ``form`` is unknown or cannot hold the state, or ``path`` exists and is not a file with an optimizer's
+            state alone.
     """
     path = Path(path)
     if form not in WRITTEN:
@@ -161,8 +161,8 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
     state_dict = checked(state_dict, keep)
     check_lossless(state_dict)
     layout = layout_of(state_dict)
-    ours = LAYOUTS[layout].ours(state_dict, keep, lossy=False) if layout else state_dict
-    content = forms.indexed(state_dict) if layout == form == "optimi" else WRITTEN[form](ours, keep)
+    decoded = LAYOUTS[layout].decode(state_dict, keep, lossy=False) if layout else state_dict
+    content = forms.indexed(state_dict) if layout == form == "optimi" else WRITTEN[form](decoded, keep)
     files = (CONTAINERS[form if form in CONTAINERS else "torch"].writers or torch_files.writers)(content, path)
     check_alone(state_dict, kept=content if form in _WHOLE else ())
     for target in files:
@@ -174,8 +174,8 @@ def write(state_dict: Mapping[str, Any], path: str | os.PathLike[str], form: str
 
 
 def _check_kind(is_beside: bool, scratch: Path | None, path: Path) -> None:
-    """Raise ``ValueError`` unless the file holds an optimizer's state alone; a file beside it holds the groups."""
-    check_alone(safetensors_files.read_groups(path) if is_beside else as_it_is(path, scratch=scratch)[1])
+    """Raise ``ValueError`` unless a file holds an optimizer's state alone, or if it ``is_beside``, groups alone."""
+    check_alone(safetensors_files.read_groups(path) if is_beside else read_stored(path, scratch=scratch)[1])
 
 
 def convert(
@@ -195,12 +195,12 @@ def convert(
         source: as for :func:`read`.
         target: as for :func:`write`.
         to: one of :data:`WRITTEN`.
-        form: the form of ``source``, one of :data:`READ`. By default its content tells.
+        form: the form of ``source``, one of :data:`READ`. By default it is detected.
         key: as for :func:`read`.
-        lossy: leave out what cannot be read, such as FlashOptim's ``error_bits``, instead of an error.
+        lossy: leave out entries that cannot be read, such as FlashOptim's ``error_bits``, instead of an error.
 
     Returns:
-        The form of the source, and what was in it.
+        The form of the source, and its numbers of parameters and groups.
 
     Raises:
         OSError: a file cannot be read or written.
@@ -216,6 +216,6 @@ def convert(
     except OSError as error:
         raise OSError(f"{target} cannot be written ({error.strerror or error})") from error
     with scratch as directory:
-        found, state_dict = _read(Path(source), key, form, lossy, Path(directory))
+        detected, state_dict = _read(Path(source), key, form, lossy, Path(directory))
         write(state_dict, target, to, scratch=Path(directory))
-    return Converted(found, len(state_dict["state"]), len(state_dict["param_groups"]))
+    return Converted(detected, len(state_dict["state"]), len(state_dict["param_groups"]))

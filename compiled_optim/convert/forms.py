@@ -1,7 +1,7 @@
-"""State dicts made fit for files: of plain values only, with step counts of one dtype, in the forms that files have.
+"""State dicts prepared for files: plain values only, step counts of one dtype, and the forms of files.
 
-:mod:`compiled_optim.checkpoint.read` describes the forms. What cannot be converted is a ``ValueError`` that says where it
-stands.
+:mod:`compiled_optim.checkpoint.read` describes the forms. A value that cannot be converted raises ``ValueError``, which
+names it.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ _DTYPES = {
 }
 _MAX_DEPTH = 8
 _FEW = 8  # keys that a message lists
-_SLACK = 1 << 17  # entries that are the same ones again
+_SLACK = 1 << 17  # repeated entries that are still accepted
 
 UNORDERED = "unordered"
-"""The entry of a state dict whose parameters are perhaps not listed in the model's order."""
+"""The key that marks a state dict whose parameters may not be listed in the model's order."""
 
 _TOP = {"state", "param_groups", "aliases", "format_version", "optimizers", UNORDERED}
 
 _LISTED = ("params", "param_names")
 _WITHOUT_EFFECT = {
     *(*_LISTED, "foreach", "fused", "capturable", "differentiable"),
-    *("weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"),  # the state's entries tell
+    *("weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"),  # the entries of the state show them
 }
 
 
 def checked(content: Any, keep: Keep = lambda tensor: tensor) -> dict[str, Any]:
-    """``content`` as a state dict of plain values; ``ValueError`` if it is none."""
+    """Return ``content`` as a state dict of plain values. Raise ``ValueError`` if it is none."""
     content = plain(content, "the state dict", _MAX_DEPTH, keep)
     check(content)
     return dict(content)
 
 
 def check_extent(content: Any, most: int) -> None:
-    """Raise ``ValueError`` where ``content`` is more than ``most`` bytes can say, since it has one thing many times."""
+    """Raise ``ValueError`` if repeated entries make ``content`` larger than a file of ``most`` bytes can be."""
     todo, entries = [content], 0
     while todo:
         value = todo.pop()
@@ -58,16 +58,16 @@ def check_extent(content: Any, most: int) -> None:
             todo += value.values() if isinstance(value, Mapping) else value
             entries += len(value)
         if entries > most + _SLACK:
-            raise ValueError("it has the same entries so often that they are more than the file can hold")
+            raise ValueError("it repeats entries so often that they are more than the file can hold")
 
 
 def plain(value: Any, where: str, depth: int, keep: Keep) -> Any:
-    """A copy of ``value`` that any reader takes: of dicts, lists, tuples, plain values and tensors outside of any graph.
+    """Copy ``value`` for any reader: as dicts, lists, tuples, plain values and tensors outside of autograd's graph.
 
-    torchao's tensors become float32 ones, which ``keep`` gets.
+    torchao's tensors become float32 and go through ``keep``.
 
     Raises:
-        ValueError: it holds something else, or is nested more than ``depth`` levels deep.
+        ValueError: it holds other types, or is nested more than ``depth`` levels deep.
     """
     if isinstance(value, Tensor):
         return _plain_tensor(value, where, keep)
@@ -100,15 +100,15 @@ def _plain_tensor(value: Tensor, where: str, keep: Keep) -> Tensor:
 
 
 def check_lossless(state_dict: Mapping[str, Any]) -> None:
-    """Raise ``ValueError`` where something would be lost: state that belongs to no parameter, or an option of others.
+    """Raise ``ValueError`` for state of no parameter, and options of other optimizers: both would be lost.
 
-    Also where two parameters are called 1 and "1".
+    Also if two parameters are called 1 and "1".
     """
     params = {param for group in state_dict["param_groups"] for param in group["params"]}
     if len({type(param) for param in params}) > 1:
         raise ValueError("the groups list some parameters by name and others by number")
-    known, apart = known_names(), foreign_state(state_dict)
-    if orphans := [key for key, value in apart.items() if is_orphan(key, value, known)]:
+    known, foreign = known_names(), foreign_state(state_dict)
+    if orphans := [key for key, value in foreign.items() if is_orphan(key, value, known)]:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
     for index, group in enumerate(state_dict["param_groups"]):
         for key, value in foreign_options([group]).items():
@@ -116,32 +116,32 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
 
 
 def check_alone(state_dict: Mapping[str, Any], kept: Collection[Any] = ()) -> None:
-    """Raise ``ValueError`` where a state dict has entries beside the optimizer's, such as a model, that are not ``kept``."""
+    """Raise ``ValueError`` if a state dict has entries, such as a model, that are neither the optimizer's nor ``kept``."""
     if others := [k for k, v in state_dict.items() if k not in {*_TOP, *kept} and (k, type(v)) != ("optimizer", str)]:
         raise ValueError(f"beside the optimizer's state it holds {listed(others)}, which would be lost")
 
 
 def listed(keys: Collection[Any]) -> str:
-    """The first few ``keys``, as messages have them."""
+    """Return the text of the first few ``keys`` for messages."""
     return ", ".join(map(repr, [*keys][:_FEW])) + (f" and {len(keys) - _FEW} more" if len(keys) > _FEW else "")
 
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
-    """``state_dict`` with every step count as a 0-dim tensor of ``dtype``; an error for a count that it cannot hold."""
-    exact, apart = int(2 / torch.finfo(dtype).eps), foreign_state(state_dict)
+    """Return ``state_dict`` with step counts as 0-dim tensors of ``dtype``. Raise ``ValueError`` if it cannot hold one."""
+    exact, foreign = int(2 / torch.finfo(dtype).eps), foreign_state(state_dict)
 
     def tensor(value: Any, param: object) -> Tensor:
         return torch.tensor(count(value, f"the step of {param!r}", below=exact), dtype=dtype, device="cpu")
 
-    given = [(param, entries) for param, entries in state_dict["state"].items() if param not in apart]
+    counted = [(param, entries) for param, entries in state_dict["state"].items() if param not in foreign]
     state = {
-        p: {key: tensor(value, p) if key == "step" else value for key, value in entries.items()} for p, entries in given
+        p: {key: tensor(value, p) if key == "step" else value for key, value in entries.items()} for p, entries in counted
     }
-    return {**state_dict, "state": with_foreign(state, apart)}
+    return {**state_dict, "state": with_foreign(state, foreign)}
 
 
 def _number(value: Any, where: str, below: float = math.inf) -> float:
-    """``value``, a number or a tensor with a single one, as a float that is at least 0 and less than ``below``."""
+    """Return ``value``, a number or a tensor of one element, as a float. Raise ``ValueError`` outside of [0, ``below``)."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
     if not isinstance(number, (int, float)) or not 0 <= number < below:
         raise ValueError(f"{where} must be a number in [0, {below}), got {value!r}")
@@ -149,7 +149,7 @@ def _number(value: Any, where: str, below: float = math.inf) -> float:
 
 
 def count(value: Any, where: str, below: int) -> float:
-    """``value``, called ``where``, as a whole number that is at least 0 and less than ``below``."""
+    """Return ``value`` as a whole number in [0, ``below``), or raise ``ValueError``, which calls it ``where``."""
     number = _number(value, where, below)
     if not number.is_integer():
         raise ValueError(f"{where} must be a whole number, got {number}")
@@ -157,10 +157,10 @@ def count(value: Any, where: str, below: int) -> float:
 
 
 def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The indexed form of ``state_dict``, with ``param_names`` where there are names; shares its tensors.
+    """Return the indexed form of ``state_dict`` with the same tensors, and with ``param_names`` if it has names.
 
     Raises:
-        ValueError: it is no state dict, or the order of its parameters, by which others would match them, is not known.
+        ValueError: it is no state dict, or the order of its parameters, which indices depend on, is not known.
     """
     check(state_dict)
     if state_dict.get(UNORDERED):
@@ -183,33 +183,33 @@ def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def for_names(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
-    """The named form."""
+    """Return the named form."""
     return named(with_steps(state_dict, torch.float64))
 
 
 def for_us(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
-    """The indexed form."""
+    """Return the indexed form."""
     return indexed(with_steps(state_dict, torch.float64))
 
 
 def for_torch(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
-    """The indexed form with nothing that torch.optim would take for something else."""
+    """Return the indexed form. Raise ``ValueError`` for entries that torch.optim would misread."""
     for i, group in enumerate(state_dict["param_groups"]):
         if others := [key for key in ("decouple_lr", "decouple_wd") if group.get(key)]:
-            raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim has not")
+            raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim lacks")
     content = indexed(with_steps(state_dict, torch.float32))
-    apart = foreign_state(content)
-    for param, entries in ((key, value) for key, value in content["state"].items() if key not in apart):
+    foreign = foreign_state(content)
+    for param, entries in ((key, value) for key, value in content["state"].items() if key not in foreign):
         if others := [entry for entry in entries if entry in PARTS or is_coded(entry, entries)]:
             raise ValueError(
-                f"the state of {param!r} has {others[0]!r} in a form that torch.optim has not; load it into an optimizer "
+                f"the state of {param!r} has {others[0]!r} in a form that torch.optim lacks; load it into an optimizer "
                 "of compiled_optim without weights and state_dtype, whose state torch.optim loads"
             )
     return {"state": content["state"], "param_groups": content["param_groups"]}
 
 
 def is_coded(entry: Any, entries: Mapping[str, Any]) -> bool:
-    """Whether a state ``entry`` is codes with a scale among the other ``entries``."""
+    """Return whether a state ``entry`` holds codes whose scale is among the ``entries``."""
     return scale_name(str(entry).removesuffix(f"_{INT8}")) in entries
 
 
@@ -218,9 +218,9 @@ def by_parameter(
     options: Callable[[Mapping[str, Any], str], dict[str, Any]],
     entries: Callable[[Mapping[str, Any], Mapping[str, Any], str], dict[str, Any]],
 ) -> dict[str, Any]:
-    """``state_dict`` with other ``options`` of each group, and other ``entries`` of each parameter that has state.
+    """Return ``state_dict`` with groups mapped by ``options``, and states that are not empty by ``entries``.
 
-    Both get what messages call it; ``entries`` also the state and the old group.
+    ``options`` gets a group and its name for messages; ``entries`` gets a state, its old group, and the state's name.
     """
     state, groups = dict(state_dict["state"]), []
     for i, group in enumerate(state_dict["param_groups"]):
@@ -231,37 +231,37 @@ def by_parameter(
     return {**state_dict, "state": state, "param_groups": groups}
 
 
-def held(group: Mapping[str, Any], options: Collection[str], where: str, form: str, *ignored: str) -> dict[str, Any]:
-    """What ``form`` saves of a ``group``: its ``params``, these ``options``, and what schedulers and users keep.
+def group_for(group: Mapping[str, Any], options: Collection[str], where: str, form: str, *ignored: str) -> dict[str, Any]:
+    """Return the entries of a ``group`` that ``form`` saves: ``params``, ``options``, and those of schedulers and users.
 
     Raises:
-        ValueError: one of the options is not there, or another that changes steps is, and not ``ignored``.
+        ValueError: one of the options is missing, or another one that changes steps is set and not ``ignored``.
     """
     if missing := [key for key in options if key not in group]:
         raise ValueError(f"{where} has no {', '.join(missing)}, which {form} needs")
     others = {key: value for key, value in group.items() if key in declared() and key not in _WITHOUT_EFFECT}
     for key in others.keys() - {*options, *ignored}:
         if isinstance(value := group[key], Tensor) or value:
-            raise ValueError(f"{where} has {key}={value!r}, which has no place in {form}")
+            raise ValueError(f"{where} has {key}={value!r}, unsupported by {form}")
     dropped = (declared() | _WITHOUT_EFFECT | {*ignored}) - {*options, *_LISTED}
     return {key: value for key, value in group.items() if key not in dropped}
 
 
 @functools.cache
 def optimizers() -> list[type[co.CompiledOptimizer]]:
-    """The optimizers of this package."""
+    """Return the optimizers of this package."""
     kinds = [kind for name in co.__all__ if isinstance(kind := getattr(co, name), type)]
     return [kind for kind in kinds if issubclass(kind, co.CompiledOptimizer)]
 
 
 @functools.cache
 def declared() -> frozenset[str]:
-    """What groups of this package hold; other entries are the users' own, as ``max_lr`` is, which OneCycleLR writes."""
+    """Return the keys of this package's groups. Others are of users and schedulers, such as OneCycleLR's ``max_lr``."""
     return frozenset(key for kind in optimizers() for key in group_keys(kind)) - {"max_lr"}
 
 
 def in_float32(value: Any, where: str, form: str, keep: Keep) -> Tensor:
-    """A state's ``value`` in float32; ``ValueError`` if that has not all its bits."""
+    """Return a state's ``value`` in float32. Raise ``ValueError`` if that would lose bits."""
     if not isinstance(value, Tensor) or value.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where} is {kind}, which {form} does not hold")

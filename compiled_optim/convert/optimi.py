@@ -14,13 +14,13 @@ from compiled_optim.convert.whole import Keep
 from compiled_optim.rule.transforms import DECOUPLED
 
 
-def ours(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
-    """The state dict with our names and meaning."""
+def decode(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
+    """Convert optimi's state dict to this package's names and meaning."""
     return {**state_dict, **_converted(from_optimi, state_dict, keep)}
 
 
-def theirs(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
-    """The indexed state dict with optimi's names and meaning; of Adam's, a group must say how it decays weights."""
+def encode(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+    """Convert a state dict to optimi's, indexed. A group of Adam's must hold ``decoupled_weight_decay``."""
     for i, group in enumerate(state_dict["param_groups"]):
         if "amsgrad" in group and not group.keys() & {*DECOUPLED}:
             raise ValueError(
@@ -32,17 +32,17 @@ def theirs(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
 def _converted(
     function: Callable[[dict[str, Any]], dict[str, Any]], state_dict: Mapping[str, Any], keep: Keep
 ) -> dict[str, Any]:
-    """What ``function`` makes of a state dict: first of single elements, for groups and errors, then of each parameter."""
-    apart = foreign_state(state_dict)
-    first = {param: value if param in apart else _first(value) for param, value in state_dict["state"].items()}
+    """Apply ``function`` to single elements, for the groups and for errors, then to each parameter, to save memory."""
+    foreign = foreign_state(state_dict)
+    first = {param: value if param in foreign else _first(value) for param, value in state_dict["state"].items()}
     result = function({**state_dict, "state": first})
     for group in state_dict["param_groups"]:
         names = group_names(group)
         for j, param in enumerate(group["params"]):
             if param in result["state"]:
-                alone = {**group, "params": [param], **({"param_names": [names[j]]} if names else {})}
-                made = function({"state": {param: state_dict["state"][param]}, "param_groups": [alone]})["state"][param]
-                result["state"][param] = {k: keep(v) if isinstance(v, Tensor) else v for k, v in made.items()}
+                single = {**group, "params": [param], **({"param_names": [names[j]]} if names else {})}
+                entries = function({"state": {param: state_dict["state"][param]}, "param_groups": [single]})["state"][param]
+                result["state"][param] = {k: keep(v) if isinstance(v, Tensor) else v for k, v in entries.items()}
     return result
 
 

@@ -1,8 +1,8 @@
 """State dicts of bitsandbytes and FlashOptim, in codes of 8 bits that become float32.
 
-bitsandbytes has ``state1`` and ``state2``; a code is a place in a table ``qmap``, and each 256 elements have an ``absmax``.
-FlashOptim has ``NAME::quantized`` and ``NAME::scales``, one for each 32 elements. A signed code, divided by 127, is a
-``y`` for ``y / (2 - |y|)`` of the scale; an unsigned one, divided by 255, is the part that a square root is of the scale.
+bitsandbytes has ``state1`` and ``state2``; a code is an index of a table ``qmap``, and each 256 elements have an ``absmax``.
+FlashOptim has ``NAME::quantized`` and ``NAME::scales``, one for each 32 elements. With a signed code, ``y = code / 127``, an
+element is ``scale * y / (2 - |y|)``; with an unsigned one it is ``(scale * code / 255) ** 2``.
 """
 
 from __future__ import annotations
@@ -15,33 +15,33 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.read import foreign_state, refuse_foreign
-from compiled_optim.convert.forms import by_parameter, count, held, in_float32, indexed
+from compiled_optim.convert.forms import by_parameter, count, group_for, in_float32, indexed
 from compiled_optim.convert.whole import Keep
 
 WRAPPER = "__bnb_optimizer_quant_state__"
-"""The entry in which bitsandbytes hides a parameter's tensors from FSDP."""
+"""The key under which bitsandbytes hides a parameter's tensors from FSDP."""
 
 _ADAM, _LION, _SGD = ("exp_avg", "exp_avg_sq"), ("exp_avg",), ("momentum_buffer",)
 _EXTRA = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}  # of groups of optimizers with two averages
 
 
 def is_bitsandbytes(state_dict: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of bitsandbytes saved ``state_dict``."""
+    """Return whether an optimizer of bitsandbytes saved ``state_dict``."""
     return any(isinstance(v, Mapping) and (WRAPPER in v or "state1" in v) for v in state_dict["state"].values())
 
 
 def is_flashoptim(state_dict: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of FlashOptim saved ``state_dict``."""
+    """Return whether an optimizer of FlashOptim saved ``state_dict``."""
     return any("master_bytewidth" in group for group in state_dict["param_groups"])
 
 
 def from_bitsandbytes(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
-    """The state dict with our names, of Adam, AdamW, Lion or SGD: the others cannot be told apart by what they save."""
-    return by_parameter(state_dict, _our_options, partial(_our_entries, keep))
+    """Convert the state dict of Adam, AdamW, Lion or SGD. The files of other optimizers do not tell which one saved them."""
+    return by_parameter(state_dict, _options_from_bnb, partial(_entries_from_bnb, keep))
 
 
 def _averages(group: Mapping[str, Any], where: str) -> tuple[str, ...]:
-    """Our names of ``state1`` and ``state2``."""
+    """Return this package's names of ``state1`` and ``state2``."""
     betas, eps = group.get("betas"), group.get("eps")
     if isinstance(betas, (list, tuple)) and len(betas) == 2:
         if group.keys() >= _EXTRA.keys():
@@ -51,7 +51,7 @@ def _averages(group: Mapping[str, Any], where: str) -> tuple[str, ...]:
     raise ValueError(f"{where} has betas={betas} and eps={eps}, unlike bitsandbytes' Adam, AdamW, Lion and SGD")
 
 
-def _our_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _options_from_bnb(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     averages, (first, second) = _averages(group, where), group["betas"]
     betas = {"betas": (first, second)}
     options: dict[tuple[str, ...], dict[str, Any]] = {
@@ -62,12 +62,12 @@ def _our_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     return {k: v for k, v in group.items() if k not in ("betas", "eps", *_EXTRA)} | options[averages]
 
 
-def _our_entries(keep: Keep, entries: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    found = {**entries, **entries.get(WRAPPER, {})}
-    result = {"step": found.get("step")}
+def _entries_from_bnb(keep: Keep, entries: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
+    saved = {**entries, **entries.get(WRAPPER, {})}
+    result = {"step": saved.get("step")}
     known = {"step", WRAPPER}
     for i, name in enumerate(_averages(group, where), 1):
-        codes, table, scales = (found.get(f"{kind}{i}") for kind in ("state", "qmap", "absmax"))
+        codes, table, scales = (saved.get(f"{kind}{i}") for kind in ("state", "qmap", "absmax"))
         known |= {f"state{i}", f"qmap{i}", f"absmax{i}"}
         if not isinstance(codes, Tensor):
             raise ValueError(f"{where} has no state{i}")
@@ -77,36 +77,36 @@ def _our_entries(keep: Keep, entries: Mapping[str, Any], group: Mapping[str, Any
             values = torch.index_select(table.float(), 0, codes.flatten().int())
             codes = keep(_scaled(values, scales, 256, f"absmax{i} in {where}").view(codes.shape))
         result[name] = codes
-    if others := sorted(str(key) for key in found if key not in known):
+    if others := sorted(str(key) for key in saved if key not in known):
         raise ValueError(f"{where} has {', '.join(others)}, which no optimizer here has")
     return result
 
 
 def to_bitsandbytes(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
-    """The indexed state dict for Adam, AdamW, Lion or SGD of bitsandbytes, in 32 bits."""
+    """Convert a state dict of Adam, AdamW, Lion or SGD to bitsandbytes', indexed, in 32 bits."""
     refuse_foreign(state_dict, "bitsandbytes")
     content = indexed(state_dict)
     states = [content["state"].get(param, {}) for group in content["param_groups"] for param in group["params"]]
     averages = max((tuple(sorted({*entries} - {"step"})) for entries in states), default=())
     if averages not in (_ADAM, _LION, _SGD):
         raise ValueError(f"bitsandbytes has no optimizer with the state {', '.join(map(str, averages)) or 'of none'}")
-    result = by_parameter(content, partial(_their_options, averages), partial(_their_entries, keep, averages))
+    result = by_parameter(content, partial(_options_to_bnb, averages), partial(_entries_to_bnb, keep, averages))
     return {"state": result["state"], "param_groups": result["param_groups"]}
 
 
-def _their_options(averages: tuple[str, ...], group: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _options_to_bnb(averages: tuple[str, ...], group: Mapping[str, Any], where: str) -> dict[str, Any]:
     names = {_ADAM: ("betas", "eps"), _LION: ("betas",), _SGD: ("momentum",)}[averages]
     ignored = ("decoupled_weight_decay",) if averages == _ADAM else ()
-    found = held(group, ("lr", "weight_decay", *names), where, "bitsandbytes", *ignored)
+    options = group_for(group, ("lr", "weight_decay", *names), where, "bitsandbytes", *ignored)
     if averages == _ADAM and group["weight_decay"] and not group.get("decoupled_weight_decay"):
-        said = f"decoupled_weight_decay={group.get('decoupled_weight_decay', 'unknown')}"
-        raise ValueError(f"{where} has weight_decay and {said}, but bitsandbytes' Adam always decouples it")
+        decoupling = f"decoupled_weight_decay={group.get('decoupled_weight_decay', 'unknown')}"
+        raise ValueError(f"{where} has weight_decay and {decoupling}, but bitsandbytes' Adam always decouples it")
     if averages == _ADAM:
-        return {**found, **_EXTRA}
-    return {**found, "betas": (found.pop("momentum"), 0.0) if averages == _SGD else found["betas"], "eps": 0.0}
+        return {**options, **_EXTRA}
+    return {**options, "betas": (options.pop("momentum"), 0.0) if averages == _SGD else options["betas"], "eps": 0.0}
 
 
-def _their_entries(
+def _entries_to_bnb(
     keep: Keep, averages: tuple[str, ...], entries: Mapping[str, Any], group: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
     if {*entries} - {"step"} != {*averages}:
@@ -117,9 +117,9 @@ def _their_entries(
 
 
 def from_flashoptim(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
-    """The state dict with our names. ``error_bits`` go by the weights, which are not here: ``lossy`` leaves them out."""
-    apart = foreign_state(state_dict)
-    split = [k for k, v in state_dict["state"].items() if k not in apart and "error_bits" in v]
+    """Convert FlashOptim's state dict. ``error_bits`` need the weights, which it does not hold: ``lossy`` drops them."""
+    foreign = foreign_state(state_dict)
+    split = [k for k, v in state_dict["state"].items() if k not in foreign and "error_bits" in v]
     if split and not lossy:
         raise ValueError(
             f"the state of {', '.join(map(repr, split))} has error_bits, which cannot be read without the weights; "
@@ -134,7 +134,7 @@ def _without_marks(group: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _decoded_entries(keep: Keep, entries: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    result: dict[str, Any] = {"step": 1.0}  # which FlashLion does not count, and nothing in Lion goes by
+    result: dict[str, Any] = {"step": 1.0}  # FlashLion does not save it, and Lion does not use it
     for key, value in entries.items():
         name, _, kind = key.partition("::")
         if kind == "quantized":
@@ -157,10 +157,10 @@ def _decoded(codes: Tensor, scales: Tensor, where: str) -> Tensor:
 
 
 def _scaled(values: Tensor, scales: Tensor, size: int, where: str) -> Tensor:
-    """``values``, flat, multiplied in place with one of the ``scales`` for each ``size`` of them."""
-    whole = len(values) // size
+    """Multiply each ``size`` of the flat ``values`` in place by one of the ``scales``, and return them."""
+    full = len(values) // size
     if scales.shape != (-(-len(values) // size),):
         raise ValueError(f"{where} has {scales.numel()} scales for {len(values)} elements, not one for each {size}")
-    values[: whole * size].view(-1, size).mul_(scales[:whole, None].float())
-    values[whole * size :].mul_(scales[whole:].float())
+    values[: full * size].view(-1, size).mul_(scales[:full, None].float())
+    values[full * size :].mul_(scales[full:].float())
     return values

@@ -19,7 +19,7 @@ from compiled_optim.convert.whole import Keep, Writers, as_bytes, check_regular
 
 
 def matches(path: Path) -> bool:
-    """Whether the file begins like one of safetensors: the length of its header, in eight bytes, and a JSON object."""
+    """Return whether the file begins like one of safetensors: eight bytes of the header's length, then a JSON object."""
     if path.is_dir():
         return False
     with check_regular(path).open("rb") as file:
@@ -27,11 +27,11 @@ def matches(path: Path) -> bool:
 
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dict[str, Any]:
-    """The state dict in a file and the JSON beside it; with a ``scratch`` directory, its tensors are mapped from the file.
+    """Return the state dict in a file and the JSON beside it. With a ``scratch`` directory, tensors are mapped, not copied.
 
     Raises:
         OSError: a file cannot be read.
-        ValueError: one is damaged, or there is a ``key``.
+        ValueError: a file is damaged, or ``key`` is not None.
     """
     with _available():
         from safetensors import safe_open
@@ -39,13 +39,13 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         raise ValueError(f"{path} has no entry {key!r}")
     sidecar = path.with_suffix(".json")
     content = read_groups(sidecar)
-    own = torch.clone if scratch is None else _alone
+    copy = torch.clone if scratch is None else _separate
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: own(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: copy(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except OSError:
         raise
-    except Exception as error:  # whatever a parser meets in arbitrary bytes
+    except Exception as error:  # arbitrary bytes may raise any
         raise ValueError(f"{path} is damaged ({reason(error)})") from error
     params = {str(p): p for group in content["param_groups"] for p in group["params"]}
     state: dict[Any, dict[str, Tensor]] = {}
@@ -65,13 +65,13 @@ def _available() -> Iterator[None]:
         raise ImportError("safetensors is not installed: pip install 'compiled-optim[convert]'") from error
 
 
-def _alone(tensor: Tensor) -> Tensor:
-    """``tensor`` at the same place in memory, as if it were there alone: torch.save writes the whole of what is shared."""
+def _separate(tensor: Tensor) -> Tensor:
+    """Return ``tensor`` at the same address with a storage of its size: torch.save writes whole storages."""
     return torch.frombuffer(as_bytes(tensor), dtype=tensor.dtype).view(tensor.shape) if tensor.numel() else tensor.clone()
 
 
 def read_groups(path: Path) -> dict[str, Any]:
-    """A state dict without its state, from the JSON beside a file of safetensors."""
+    """Return the state dict without state in the JSON beside a file of safetensors."""
     try:
         content = json.loads(check_regular(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
         return checked({**content, "state": {}} if isinstance(content, dict) else content)
@@ -81,12 +81,12 @@ def read_groups(path: Path) -> dict[str, Any]:
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(entries := dict(pairs)) < len(pairs):
-        raise ValueError("an entry is there twice")
+        raise ValueError("it has an entry twice")
     return entries
 
 
 def content_of(state_dict: dict[str, Any], keep: Keep) -> tuple[str, dict[str, Tensor]]:
-    """The text of the groups, and the tensors."""
+    """Return the JSON text of the groups, and the tensors by name."""
     refuse_foreign(state_dict, "safetensors")
     has_names = all(group_names(group) is not None for group in state_dict["param_groups"])
     state_dict = with_steps(named(state_dict) if has_names else state_dict, torch.float64)
@@ -102,7 +102,7 @@ def content_of(state_dict: dict[str, Any], keep: Keep) -> tuple[str, dict[str, T
 
 
 def writers(content: tuple[str, dict[str, Tensor]], path: Path) -> Writers:
-    """How to write the groups, and the state."""
+    """Return the functions that write the groups and the state, by path."""
     if path.suffix != ".safetensors":
         raise ValueError(f"{path} must end in .safetensors, since the groups go to the .json beside it")
     text, tensors = content
@@ -114,12 +114,12 @@ def writers(content: tuple[str, dict[str, Tensor]], path: Path) -> Writers:
 
 def _tensor_name(param: int | str, entry: int | str) -> str:
     if "." in str(entry):
-        raise ValueError(f"the state {entry!r} of {param!r} has a dot in its name, by which safetensors would take it apart")
+        raise ValueError(f"the state {entry!r} of {param!r} has a dot in its name, which separates names in safetensors")
     return f"{param}.{entry}"
 
 
 def _tensor(value: Any, where: str, memory: set[int], keep: Keep) -> Tensor:
-    """``value`` as safetensors can hold it: contiguous, and with memory that is not among the others' ``memory``."""
+    """Return ``value`` contiguous, with a storage that no other tensor uses. Add its address to ``memory``."""
     if isinstance(value, float):
         return torch.tensor(value, dtype=torch.float64, device="cpu")
     if isinstance(value, (bool, int)):
@@ -128,10 +128,10 @@ def _tensor(value: Any, where: str, memory: set[int], keep: Keep) -> Tensor:
         kind = value.dtype if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where} is a {kind}, which safetensors cannot hold")
     storage = value.untyped_storage()
-    is_alone = storage.nbytes() == value.nbytes and storage.data_ptr() not in memory
+    is_separate = storage.nbytes() == value.nbytes and storage.data_ptr() not in memory
     memory.add(storage.data_ptr())
     is_plain = value.is_contiguous() and not value.is_neg() and not value.is_conj()
-    return value if is_alone and is_plain else keep(value.clone(memory_format=torch.contiguous_format))
+    return value if is_separate and is_plain else keep(value.clone(memory_format=torch.contiguous_format))
 
 
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
@@ -148,6 +148,6 @@ def _save(tensors: dict[str, Tensor], path: Path) -> None:
 def _json_value(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.tolist()
-    if isinstance(value, torch.dtype):  # of state_dtype, which no load takes over
+    if isinstance(value, torch.dtype):  # of state_dtype, which loads ignore
         return str(value)
     raise ValueError(f"a parameter group holds a {type(value).__name__}, which JSON cannot hold: {value!r}")

@@ -17,7 +17,7 @@ import torch
 from compiled_optim.convert.forms import listed
 from compiled_optim.convert.whole import Writers, check_regular
 
-_IS_FOLDER = 0x10  # of the attributes of a file in a zip archive, as MS-DOS has them
+_IS_FOLDER = 0x10  # MS-DOS attribute of a file in a zip archive
 _WIDTHS = {
     **dict.fromkeys(("Untyped", "Byte", "Char", "Bool", "QUInt8", "QInt8", "QUInt4x2", "QUInt2x4"), 1),
     **dict.fromkeys(("Short", "Half", "BFloat16"), 2),
@@ -25,11 +25,11 @@ _WIDTHS = {
     **dict.fromkeys(("Long", "Double", "ComplexFloat"), 8),
     "ComplexDouble": 16,
 }
-"""Bytes of an element, by the kind of a storage."""
+"""Bytes of an element, by the kind of its storage."""
 
 
 class Record:
-    """What a pickle says of an object: the name of its class, its arguments and its state."""
+    """A description of a pickled object: its class has the name, and it holds arguments and state."""
 
     args: tuple[Any, ...]
     state: Any
@@ -39,19 +39,19 @@ class Record:
         record.args, record.state = args, None
         return record
 
-    def __setstate__(self, state: Any) -> None:  # of the class itself too, which so has none that a pickle could set
+    def __setstate__(self, state: Any) -> None:  # also for a class, so that a pickle cannot set its attributes
         self.state = state
 
 
 class _Items(dict[Any, Any]):
-    def __setstate__(self, state: Any) -> None:  # such as a module's state dict has
+    def __setstate__(self, state: Any) -> None:  # a module's state dict has a ``_metadata``
         pass
 
 
 class Records(pickle._Unpickler):
-    """Reads a pickle, but makes none of its objects, only a :class:`Record` of each, and a list of the storages.
+    """A reader of pickles that creates a :class:`Record` instead of each object, and lists the storages.
 
-    It is Python's own reader. C's takes memory for as many values as the largest number in the pickle says.
+    It is Python's reader: C's allocates memory for as many values as the largest number in the pickle.
     """
 
     def __init__(self, file: IO[bytes]) -> None:
@@ -60,19 +60,19 @@ class Records(pickle._Unpickler):
         self.storages: list[tuple[Any, ...]] = []
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return a class of records in the place of any class or function."""
-        if module == "collections":  # the rest of an ordered dict is a dict's
+        """Return a class of records instead of any class or function."""
+        if module == "collections":  # such as OrderedDict, which is filled like a dict
             return _Items
         return self.classes.setdefault(name, type(name, (Record,), {}))
 
     def persistent_load(self, pid: Any) -> Any:
-        """Note a storage: its kind, key, device and number of elements."""
+        """Record a storage: its kind, key, device and number of elements."""
         self.storages.append(pid)
         return Record()
 
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any:
-    """What a file holds, on the CPU: in memory, or with a ``scratch`` directory mapped from the file, if it is a zip file.
+    """Return the content of a file, on the CPU. With a ``scratch`` directory, tensors of zip files are mapped, not copied.
 
     Raises:
         OSError: the file cannot be read.
@@ -80,18 +80,18 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any
     """
     try:
         content = _load(check_regular(path), is_mapped=scratch is not None)
-    except Exception as error:  # whatever a parser meets in arbitrary bytes
+    except Exception as error:  # arbitrary bytes may raise any
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a damaged archive points outside of itself
             raise
         raise ValueError(
-            f"{path} is damaged, or holds something else than tensors and plain values, which is not loaded "
+            f"{path} is damaged, or holds objects other than tensors and plain values, which are not loaded "
             f"({reason(error)})"
         ) from error
     if key is None:
         return content
     if not isinstance(content, Mapping) or key not in content:
-        found = listed(content) if isinstance(content, Mapping) else f"a {type(content).__name__}"
-        raise ValueError(f"{path} has no entry {key!r}; it holds {found}")
+        keys = listed(content) if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        raise ValueError(f"{path} has no entry {key!r}; it holds {keys}")
     return content[key]
 
 
@@ -99,7 +99,7 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
     is_zip = zipfile.is_zipfile(path)
     if is_zip:
         _check_archive(path)
-    if is_zip and is_mapped and path.suffix != ".safetensors":  # for a path, torch.load goes by its suffix
+    if is_zip and is_mapped and path.suffix != ".safetensors":  # torch.load reads a path by its suffix
         load = partial(torch.load, str(path), mmap=True, map_location="cpu", weights_only=True)
     else:
         load = partial(_load_opened, path)
@@ -108,7 +108,7 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
     except Exception as error:
         if "torchao" not in str(error):
             raise
-        _know_torchao()
+        _import_torchao()
         content = load()
     if not is_zip:
         _check_storages(path)
@@ -116,19 +116,19 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
 
 
 def _check_archive(file: Path | IO[bytes]) -> None:
-    """Refuse what torch.load reads, or maps: wrong checksums, and records that are not what they are taken for."""
+    """Raise ``ValueError`` for damage that torch.load accepts: wrong checksums, and records of other kinds and sizes."""
     with zipfile.ZipFile(file) as archive:
         sizes: dict[str, int] = {}
         for record in archive.infolist():
             if record.file_size and (record.external_attr & _IS_FOLDER or not record.compress_size):
                 raise ValueError(f"{record.filename!r} is marked as a folder, or as empty")
             if record.compress_type != zipfile.ZIP_STORED:
-                raise ValueError(f"{record.filename!r} is compressed; torch.save stores what it writes as it is")
+                raise ValueError(f"{record.filename!r} is compressed; torch.save does not compress")
             if record.filename.lower() in sizes:  # torch looks for names without regard to their case
-                raise ValueError(f"there are two of {record.filename!r}")
+                raise ValueError(f"it has more than one {record.filename!r}")
             sizes[record.filename.lower()] = record.file_size
         if archive.comment or min(record.header_offset for record in archive.infolist()):
-            raise ValueError("there is something else in it, before or behind the archive")
+            raise ValueError("it has other bytes before or behind the archive")
         if (damaged := archive.testzip()) is not None:  # after the sizes: a compressed record may be endless
             raise ValueError(f"the checksum of {damaged!r} is wrong")
         root = archive.namelist()[0].partition("/")[0]
@@ -142,7 +142,7 @@ def _check_archive(file: Path | IO[bytes]) -> None:
 
 
 def _check_storages(path: Path) -> None:
-    """Refuse pickles, the form before archives, that storages do not follow: torch.load leaves their memory unset."""
+    """Raise ``ValueError`` if storages are missing in a file without zip: torch.load leaves their memory unset."""
     with path.open("rb") as file:
         parts = [Records(file) for _ in range(5)]
         *_, keys = [part.load() for part in parts]
@@ -151,7 +151,7 @@ def _check_storages(path: Path) -> None:
 
 
 def load_item(content: bytes) -> Any:
-    """What an archive in memory holds, on the CPU."""
+    """Return the content of an archive in memory, on the CPU."""
     file = io.BytesIO(content)
     _check_archive(file)
     file.seek(0)
@@ -163,8 +163,8 @@ def _load_opened(path: Path) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
 
 
-def _know_torchao() -> None:
-    """Let torch.load read torchao's tensors: torchao's import says that they are safe."""
+def _import_torchao() -> None:
+    """Let torch.load read torchao's tensors: importing torchao registers them as safe."""
     try:
         importlib.import_module("torchao.optim")
     except ImportError as error:
@@ -172,13 +172,13 @@ def _know_torchao() -> None:
 
 
 def reason(error: Exception) -> str:
-    """The line of a message that says what is wrong. torch.load begins with advice to load the file unsafely."""
+    """Return the line of a message that has the reason. torch.load begins with advice to load the file unsafely."""
     text = str(error).strip()
     return (text.partition("WeightsUnpickler error: ")[2] or text).partition("\n")[0] or type(error).__name__
 
 
 def writers(content: Any, path: Path) -> Writers:
-    """How to write ``content`` to ``path``."""
+    """Return the function that writes ``content``, by path."""
     return {path: partial(_save, content)}
 
 
@@ -186,5 +186,5 @@ def _save(content: Any, path: Path) -> None:
     with path.open("wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # torch's writer hides what the system said
+        except RuntimeError as error:  # torch's writer hides the system's error
             raise OSError("it could not be written completely") from error

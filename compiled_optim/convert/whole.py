@@ -1,4 +1,4 @@
-"""Files and folders that appear complete or not at all, and tensors that lie in files."""
+"""Files and folders that appear complete or not at all, and tensors that are mapped from files."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 Keep: TypeAlias = Callable[[Tensor], Tensor]
-"""What is done to each tensor that a conversion makes."""
+"""A function that every tensor of a conversion passes through: see :func:`keeper`."""
 
 Writers: TypeAlias = Mapping[Path, Callable[[Path], object]]
-"""The files, or the folder, that a conversion makes, each with what writes it."""
+"""The files, or the folder, of a conversion, each with the function that writes it."""
 
 _LEAST = 1 << 16  # bytes; smaller tensors stay in memory
 
 
 def keeper(directory: Path | None) -> Keep:
-    """A function that moves a large tensor to a file in ``directory``, which the result maps; with None it stays."""
+    """Return a function that moves large tensors to files in ``directory`` and maps them. Without one it keeps them."""
     if directory is None:
         return lambda tensor: tensor
 
@@ -39,14 +39,14 @@ def keeper(directory: Path | None) -> Keep:
 
 
 def as_bytes(tensor: Tensor) -> Any:
-    """The memory of a dense tensor, as a buffer; of a copy, where the tensor's own is not in its order."""
+    """Return the memory of a dense tensor as a buffer, copied if it is not contiguous."""
     return tensor.contiguous().resolve_conj().resolve_neg().flatten().view(torch.uint8).numpy()
 
 
 def check_regular(path: Path) -> Path:
-    """Return ``path``, or raise ``ValueError`` if it is there and no file: a device or a pipe may never end."""
+    """Return ``path``. Raise ``ValueError`` if it exists and is no file: a device or a pipe may never end."""
     if path.exists() and not path.is_file():
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     return path
 
 
@@ -56,21 +56,21 @@ def check_replaceable(path: Path, reader: Callable[[Path], object]) -> None:
         return
     try:
         if path.is_symlink():
-            raise ValueError("it is a symbolic link; name the file that it leads to")
+            raise ValueError("it is a symbolic link; name its target")
         if not path.is_file():
-            raise ValueError("it is no regular file")
+            raise ValueError("it is not a regular file")
         if not path.stat().st_mode & stat.S_IWUSR:
             raise ValueError("it is write-protected")
         reader(path.resolve())
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} is in the way, and not of a kind to be replaced ({error}); remove or rename it") from error
+        raise ValueError(f"{path} is in the way, and is not replaced ({error}); remove or rename it") from error
 
 
 def put(files: Writers) -> None:
-    """Write new files, each by its function, and replace the old ones: by all of them, complete, or by none.
+    """Write new files, each by its function, and replace the old ones, all of them or none.
 
-    They share a directory. All but the last are small: copies of the old ones are put back if the last cannot follow. A
-    folder is written likewise, where there is none.
+    They share a directory. All but the last are small: if the last cannot be replaced, copies of the old ones are put back.
+    A new folder is written likewise.
     """
     *others, last = files
     with tempfile.TemporaryDirectory(prefix=".convert-", dir=last.parent) as directory:
@@ -93,9 +93,9 @@ def put(files: Writers) -> None:
 
 
 def _write_durably(path: Path, write_to: Callable[[Path], object], like: Path) -> None:
-    """Write what is on the disk when this returns, a file with the permissions of ``like`` if that exists."""
+    """Write a file or folder to the disk. A file gets the permissions of ``like`` if that exists."""
     write_to(path)
-    if path.is_dir():  # whose writer sees to it
+    if path.is_dir():  # its writer flushes it
         return
     blank = path.with_name(f"{path.name}.blank")
     blank.touch()

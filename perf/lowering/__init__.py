@@ -1,1 +1,1 @@
-"""What a step lowers to, found without a GPU: kernels, launches, memory traffic, registers."""
+"""The code that a step lowers to, without a GPU: kernels, launches, memory traffic, registers."""

@@ -1,4 +1,4 @@
-"""The command ``tools/lowering``. Its parser needs the standard library alone, before anything is installed."""
+"""The command ``tools/lowering``. Its parser needs only the standard library, since it runs before the installation."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ HIDDEN = ["workload", "arch", "uploads", "kernels", "sources", "shared", "access
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The parsed command line; --help and mistakes end the program."""
+    """Parse the command line. --help and mistakes end the program."""
     parser = argparse.ArgumentParser(
         prog="tools/lowering",
-        description="Show what one step of an optimizer lowers to on a GPU, without one: graphs, launches, memory traffic, "
-        "registers. Kernels are compiled by Triton's own assembler; nothing is run.",
+        description="Show the code of one step of an optimizer on a GPU, without a GPU: graphs, launches, memory traffic, "
+        "registers. Kernels are compiled by Triton and its assembler; nothing is run.",
     )
-    shapes = "equal: 4096 elements each; mixed: four shapes in turn; gpt2: GPT-2 small's, of which there are 148"
+    shapes = "equal: 4096 elements each; mixed: four shapes in turn; gpt2: GPT-2 small's 148"
     lowerings = """multi_tensor, inductor: called as usual; operator, inlined: these two inside a function that is compiled
         whole with torch.compile; torch: torch.optim, foreach, compiled; auto: the only one of optimizers that are not
         elementwise"""
-    repeats = "compile each lowering so often, in turn, and report the median of the times"
+    repeats = "number of times to compile each lowering, in turn; the report has medians of the times"
     parser.add_argument("optimizer", type=str.lower, nargs="?", default="adamw", help="an optimizer of the package")
     parser.add_argument("--workload", type=int, choices=(10, 148, 1000, 20000), default=10, help="tensors")
     parser.add_argument("--shapes", choices=("equal", "mixed", "gpt2"), default="equal", help=shapes)
@@ -46,7 +46,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main() -> int:
-    """Lower what the options ask for and print it; its exit status is the command's."""
+    """Lower the requested steps, and print them. Return the exit status."""
     args = parse(sys.argv[1:])
     import torch
 
@@ -54,7 +54,7 @@ def main() -> int:
     from perf.lowering.report import Workload, elementwise
 
     if args.optimizer not in exported():
-        print(f"there is no optimizer {args.optimizer}; there are {', '.join(exported())}", file=sys.stderr)
+        print(f"no optimizer is called {args.optimizer}; choose of {', '.join(exported())}", file=sys.stderr)
         return 2
     if args.shapes == "gpt2" and args.workload != 148:
         print("GPT-2 has 148 tensors: --workload 148", file=sys.stderr)
@@ -78,29 +78,29 @@ def main() -> int:
 
 
 def _reports(lowerings: Sequence[str], workload: Workload, arch: int, repeats: int, skipped: dict[str, str]) -> list[Report]:
-    """What ``workload`` lowers to, by each lowering; ``skipped`` takes why something does not.
+    """Lower ``workload`` with each lowering. Add the reasons of those that fail to ``skipped``.
 
-    With ``repeats`` every lowering has its turn as often, after one small workload that loads the compilers, so that
-    no time has what the first in a process has to do.
+    With ``repeats`` every lowering has that number of turns, after one small workload that loads the compilers, so that
+    no time contains this work.
     """
     from perf.lowering import report
 
-    found: dict[str, list[Report]] = {name: [] for name in lowerings}
+    results: dict[str, list[Report]] = {name: [] for name in lowerings}
     for index in range(-1, repeats) if repeats > 1 else [0]:
-        taken = workload if index >= 0 else replace(workload, tensors=2, shapes="equal")
+        lowered = workload if index >= 0 else replace(workload, tensors=2, shapes="equal")
         for name in lowerings if index % 2 == 0 else reversed(lowerings):
             if name in skipped:
                 continue
             try:
-                made = report.lower(name, taken, arch, stand_in=workload.tensors > 1000)
-                found[name] += [made] if index >= 0 else []
+                result = report.lower(name, lowered, arch, stand_in=workload.tensors > 1000)
+                results[name] += [result] if index >= 0 else []
             except (AssertionError, RuntimeError, TypeError, ValueError) as error:
                 skipped[name] = str(error).partition("\n")[0]
-    return [replace(made[0], seconds=median(r.seconds for r in made)) for made in found.values() if made]
+    return [replace(same[0], seconds=median(r.seconds for r in same)) for same in results.values() if same]
 
 
 def _show(reports: Sequence[Report], repeats: int, *, save: bool) -> None:
-    """Print one column per report and one row per kernel; append the first to the table of all, with the versions."""
+    """Print one column per report and one row per kernel. Append the reports to the table, with versions."""
     import pandas as pd
     import triton
 
@@ -123,7 +123,7 @@ def _show(reports: Sequence[Report], repeats: int, *, save: bool) -> None:
 
 
 def _row(report: Report, repeats: int) -> dict[str, Any]:
-    """A report's entries, its kernels' figures taken together: most registers, all spills, widths of all accesses."""
+    """Return a report's entries, with figures of all kernels: most registers, sum of spills, widths of accesses."""
     kernels = report.kernels
     return {
         **vars(report.workload),

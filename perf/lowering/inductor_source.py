@@ -1,4 +1,4 @@
-"""What a module that Inductor wrote does, read from its text: calls, waits, and the bytes its Triton kernels move."""
+"""The contents of a module that Inductor wrote, read from its text: calls, waits, and bytes that Triton kernels move."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ class Module(NamedTuple):
     launches: list[str]  # Triton kernels in the order of their launches
     externs: list[str]  # library calls, operators and copies
     cpp: list[str]  # calls of C++ kernels
-    waits: list[str]  # places where the host reads a value of the device
+    waits: list[str]  # statements in which the host reads a value of the device
     kernels: Mapping[str, str]  # text of each Triton kernel
-    bytes: float | None  # moved by all launches together; None where that was not asked
-    outside: int  # how many launches, externs and C++ kernels are in no partition that a CUDA graph can hold
+    bytes: float | None  # moved by all launches together; None if they were not counted
+    outside: int  # number of launches, externs and C++ kernels outside of partitions for CUDA graphs
 
 
 def read(source: str, inputs: Inputs | None) -> Module:
-    """Read a module; without ``inputs`` bytes are not counted."""
+    """Read a module. Without ``inputs`` bytes are not counted."""
     kernels = dict(_KERNEL.findall(source))
     partition = _PARTITION.search(source)
     outer = source[source.index("def call(") :]
@@ -47,10 +47,10 @@ def read(source: str, inputs: Inputs | None) -> Module:
 
 
 def _sizes(calls: str, kernels: Mapping[str, str], inputs: Inputs) -> Iterator[tuple[str, Mapping[str, int]]]:
-    """Each launch of a kernel, with the sizes that its text leaves open."""
+    """Yield each launch of a kernel, with the sizes that its text does not have."""
     known: dict[str, Any] = {"args": inputs}
     for assignment, kernel, values in _SIZES.findall(calls.replace(".size()", "")):
-        with contextlib.suppress(ValueError):  # the arguments of a part of the graph, whose sizes are in its text
+        with contextlib.suppress(ValueError):  # arguments of a part of the graph, whose sizes are in its text
             exec(assignment, {}, known)
         if kernel in kernels:
             (parameters,) = re.findall(rf"^def {kernel}\((.*)\):", kernels[kernel], re.MULTILINE)
@@ -58,33 +58,33 @@ def _sizes(calls: str, kernels: Mapping[str, str], inputs: Inputs) -> Iterator[t
             yield kernel, {name: eval(text, {}, known) for name, text in pairs if name.startswith("xnumel")}
 
 
-def _kernel_bytes(text: str, given: Mapping[str, int]) -> float:
-    """Bytes one launch moves: every load and store, over the elements of its section, counted once each."""
+def _kernel_bytes(text: str, sizes: Mapping[str, int]) -> float:
+    """Return the bytes that one launch moves: each load and store once, over the elements of its section."""
     body = text[text.index("\ndef ") :]
-    count: float = given.get("xnumel", 0)
+    count: float = sizes.get("xnumel", 0)
     indices: dict[str, float] = {}
-    moved, found = 0.0, 0
+    moved, accesses = 0.0, 0
     for line in body.splitlines():
         if size := re.search(r"(?:^\s+xnumel = |xmask = xindex < )(xnumel_\d+|\d+)$", line):
-            count = int(size[1]) if size[1].isdigit() else given[size[1]]
+            count = int(size[1]) if size[1].isdigit() else sizes[size[1]]
         if index := re.match(r"\s+(x\d+) = (.*)$", line):
             indices[index[1]] = _distinct(index[2], count)
         for pointer, used in _ACCESS.findall(line):
-            found += 1
+            accesses += 1
             values = math.prod(indices[name] for name in re.findall(r"\bx\d+\b", used) if name in indices)
             moved += itemsize(text, pointer) * min(values, count)
-    assert found == len(re.findall(r"\btl\.(?:load|store|atomic_\w+)\(", body)), "an access was not understood"
+    assert accesses == len(re.findall(r"\btl\.(?:load|store|atomic_\w+)\(", body)), "an access was not understood"
     return moved
 
 
 def itemsize(text: str, pointer: str) -> int:
-    """The bytes of an element behind one of a kernel's pointers."""
+    """Return the bytes of an element behind one of a kernel's pointers."""
     bits = re.findall(rf"'{pointer}': '\*[a-z]+(\d*)", text)[0]
     return max(1, int(bits or 1) // 8)
 
 
 def _distinct(expression: str, count: float) -> float:
-    """How many values an index takes over ``count`` elements."""
+    """Return the number of values of an index over ``count`` elements."""
     if part := re.match(r"x\w* (//|%) (\d+)$", expression):
         return count / int(part[2]) if part[1] == "//" else int(part[2])
     assert re.match(r"\(?x\w+", expression), expression

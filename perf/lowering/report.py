@@ -1,4 +1,4 @@
-"""What one step of an optimizer lowers to on a GPU that need not be there: the lowerings, and stock torch.optim."""
+"""Reports on one step of an optimizer on a GPU, without a GPU: the lowerings, and stock torch.optim."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ _OWN: dict[str, tuple[str, Callable[[Engine], bool]]] = {
     "operator": ("multi_tensor", lambda engine: engine.preallocate_for_graphs()),
     "inlined": ("inductor", lambda engine: not engine.inline(range(len(engine.params)))),
 }
-"""Steps in functions that the user compiles: their lowerings, and what Dynamo has done while it traces them."""
+"""Steps in functions that the user compiles: their lowerings, and the preparation of Dynamo's trace."""
 
 _NUMEL = 4096  # elements of each of several equal tensors: whole chunks
 _MIXED = [(64, 64), (4096,), (768,), (768, 768)]
-_ENTRIES = 5  # of a sparse gradient
-_WITHOUT_HOST = {"lbfgs": {"fixed_iterations": True, "max_iter": 1}}  # for what else it does, a host has to decide
+_ENTRIES = 5  # entries of a sparse gradient
+_WITHOUT_HOST = {"lbfgs": {"fixed_iterations": True, "max_iter": 1}}  # otherwise the host decides
 
 
 @dataclass(frozen=True)
 class Workload:
-    """What is stepped: parameters of some shapes, and an optimizer of them by its lower-case name."""
+    """The parameters of a step, and their optimizer by its lower-case name."""
 
     optimizer: str
     tensors: int
@@ -64,54 +64,54 @@ class Workload:
 
     @property
     def elements(self) -> int:
-        """Real numbers in all parameters."""
+        """The number of elements in all parameters."""
         return sum(map(math.prod, self.sizes))
 
 
 def elementwise() -> list[str]:
-    """The names of those that are an elementwise rule over dense gradients; the others have the lowering ``auto`` only."""
+    """List the optimizers with an elementwise rule over dense gradients. Others have only the lowering ``auto``."""
     return [name for name, (cls, _) in competitors.optimizers().items() if cls._granularity == "element"]
 
 
 @dataclass(frozen=True)
 class Report:
-    """What one step lowers to; "moved" is a step whose gradients all have new addresses."""
+    """The parts of one step. A "moved" step is one whose gradients all have new addresses."""
 
-    lowering: str  # as given to :func:`lower`
+    lowering: str  # the argument of :func:`lower`
     workload: Workload
     arch: str
-    graphs: int  # that Inductor compiled; 0 where none is needed
+    graphs: int  # that Inductor compiled; 0 if none is needed
     launches: int  # of Triton kernels, per step
     operators: int  # torch operators and library calls on the device, per step
     cpp: int  # C++ kernels, per step
     waits: int  # times that the host waits for the device in a moved step
     uploads: int  # copies between host and device in a moved step
     moved_operators: int  # operators of a moved step
-    bytes_per_param: float | None  # of kernels and operators, tables not counted; None where an operator is not known here
+    bytes_per_param: float | None  # of kernels and operators, without tables; None if an operator is unknown
     kernels: Sequence[KernelReport]  # the distinct Triton kernels
     sources: Sequence[str]  # their text, and that of the modules around them
     seconds: float  # of processor time that the first step took
-    partitions: int | None  # parts that CUDA graphs are to hold; None where the user compiles nothing
+    partitions: int | None  # parts for CUDA graphs; None if the user compiles nothing
     copied: int | None  # tensors copied into CUDA graphs before each replay
-    cuda_graph: str  # what they hold, or why there are none
+    cuda_graph: str  # the part of the step in CUDA graphs, or why it has none
 
 
 def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = False) -> Report:
-    """What ``workload`` lowers to.
+    """Report the parts of a step of ``workload``.
 
     Args:
-        lowering: what ``--lowering`` of the command takes, one of them.
-        workload: what is stepped.
+        lowering: one of the command's ``--lowering``.
+        workload: the parameters and their optimizer.
         arch: compute capability, 90 for sm_90.
-        stand_in: let CPU tensors stand in for those of the GPU, much faster where tensors are many. The launches are the
-            same, but what the host does for a GPU alone is not seen. Only for ``multi_tensor``.
+        stand_in: use CPU tensors instead of the GPU's, much faster with many tensors. The launches are the same, but the
+            host's work for a GPU is missing. Only for ``multi_tensor``.
 
     Raises:
         ValueError: torch.optim has no such optimizer.
     """
-    device, own, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
-    place = cpu_in_place_of_cuda if stand_in else fake_cuda if own else _fake_cuda_anew
-    with place(arch):
+    device, called, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
+    gpu = cpu_in_place_of_cuda if stand_in else fake_cuda if called else _fake_cuda_anew
+    with gpu(arch):
         first, steady, moved = _steps(_optimizer(workload, lowering, device), lowering, device)
         modules = [inductor_source.read(g.source, None if lowering == "auto" else g.inputs) for g in steady.graphs]
         launched = Counter(name for module in modules for name in module.launches)
@@ -119,7 +119,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
         kernels = [kernel_report(name, launched[name], _compiled(name, text), arch) for name, text in texts.items()]
     of_package = own_kernels(steady, workload.dtype, arch, elementwise=lowering != "auto")
     bytes_per_param = sum((k.bytes_per_param or 0) * k.launches for k in of_package)
-    if not own:  # whose operators touch tables alone
+    if not called:  # its operators only touch tables
         bytes_per_param += (sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steady.operators)) / workload.elements
     externs = [name for module in modules for name in module.externs]
     is_known = lowering != "auto" and all("compiled_optim" in name for name in externs)
@@ -158,7 +158,7 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _fake_cuda_anew(arch: int) -> Iterator[None]:
-    """``fake_cuda`` where nothing is compiled yet."""
+    """Use ``fake_cuda`` with no compiled kernels yet."""
     kernels = [mock.patch.object(module, "_kernels", {}) for module in (inductor, looped, multi_tensor, stacked)]
     with fake_cuda(arch), kernels[0], kernels[1], kernels[2]:
         torch._dynamo.reset()
@@ -167,7 +167,7 @@ def _fake_cuda_anew(arch: int) -> Iterator[None]:
 
 
 def _optimizer(workload: Workload, lowering: str, device: str) -> Optimizer:
-    """torch.optim's is foreach, with state and learning rate on the device; a first step made the state."""
+    """Make the optimizer. torch.optim's is foreach, with learning rate and state, after a first step, on the device."""
     ours = exported()[workload.optimizer]
     cls = getattr(torch.optim, ours.__name__, None) if lowering == "torch" else ours
     if cls is None:
@@ -190,7 +190,7 @@ def _optimizer(workload: Workload, lowering: str, device: str) -> Optimizer:
 
 
 def _set_gradients(params: Sequence[Tensor], optimizer: type[Optimizer]) -> None:
-    """Give ``params`` new gradients, such as an optimizer of this class finds."""
+    """Give ``params`` new gradients, dense or sparse as the optimizer needs them."""
     for param in params:
         if getattr(optimizer, "_gradients", "dense") == "dense":
             param.grad = torch.empty_like(param, requires_grad=False)
@@ -202,7 +202,7 @@ def _set_gradients(params: Sequence[Tensor], optimizer: type[Optimizer]) -> None
 
 
 def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Record, Record]:
-    """The processor seconds of the first step, a step like the one before, and one after all gradients moved."""
+    """Return the processor seconds of the first step, and records of an equal step and of one after gradients moved."""
     step = optimizer.step
     if lowering in (*_OWN, "torch"):
         step = torch.compile(step, fullgraph=lowering in _OWN, mode="reduce-overhead")
@@ -210,7 +210,7 @@ def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Rec
         step = functools.partial(step, lambda: torch.empty((), device=device))
     with recording(device) as record:
         started = processor_seconds()
-        if lowering in _OWN:  # nothing can be made on such a device while Dynamo traces
+        if lowering in _OWN:  # Dynamo cannot create tensors on a fake device
             assert _OWN[lowering][1](engine_of(optimizer)), "the step has another form"
         step()
         first = processor_seconds() - started
@@ -218,7 +218,7 @@ def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Rec
         step()
         steady = record.take()
         if lowering == "operator":
-            optimizer.step()  # what the operator does, of which the graph has the name alone
+            optimizer.step()  # the operator's launches; the graph has only its name
             steady.launches += record.take().launches
         with record.paused():
             _set_gradients([param for group in optimizer.param_groups for param in group["params"]], type(optimizer))
@@ -227,7 +227,7 @@ def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Rec
 
 
 def _compiled(name: str, text: str) -> Any:
-    """A kernel that Inductor wrote, compiled as Inductor's worker processes do."""
+    """Compile a kernel that Inductor wrote, as Inductor's worker processes do."""
     from torch._inductor import config
     from torch._inductor.codecache import PyCodeCache
 
@@ -238,6 +238,6 @@ def _compiled(name: str, text: str) -> Any:
 
 
 def _decision(decided: Sequence[Decisions], outside: int) -> str:
-    """What CUDA graphs hold of a step that makes so many calls ``outside`` of them; or why there are none."""
+    """Describe the part of a step in CUDA graphs, given the number of calls ``outside``, or why it has none."""
     reasons = dict.fromkeys(reason for decisions in decided for reason in decisions.skipped)
     return "; ".join(reasons) or (f"all but {outside} calls" if outside else "all")

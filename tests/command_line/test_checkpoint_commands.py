@@ -149,7 +149,7 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
         records = _told(capsys, "inspect", "b.pt")[1]
         assert records["without_averages"] == ["a.weight", "a.bias", "dead"]
         drawn = _drawn(capsys, "inspect", "b.pt", "--names", "dead")
-        assert drawn.endswith("whether gradients were 0 cannot be seen, as state has no averages: dead")
+        assert drawn.endswith("gradients of 0 cannot be seen, as state has no averages: dead")
         assert _told(capsys, "inspect", "a.pt")[1]["without_averages"] == []
 
     def test_thousands_of_parameters(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +250,7 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
         for name in ("hostile.pt", "damaged.pt"):
             assert main(["inspect", name]) == 2
             printed = capsys.readouterr()
-            assert printed.err.startswith(f"compiled-optim inspect: {name} is damaged, or holds something else")
+            assert printed.err.startswith(f"compiled-optim inspect: {name} is damaged, or holds objects other than")
             assert printed.err.count("\n") == 1
             assert printed.out == ""
 
@@ -387,7 +387,7 @@ class TestDiff:
 
     def test_a_file_and_a_name(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["diff", "a.pt", "adamw"]) == 2
-        assert capsys.readouterr().err == "compiled-optim diff: adamw is no file, and a.pt is one\n"
+        assert capsys.readouterr().err == "compiled-optim diff: adamw is not a file, but a.pt is\n"
 
 
 class TestExplain:

@@ -235,7 +235,7 @@ class TestExplain:
         said = f"compiled-optim explain: {tiny}:broken: RuntimeError: no data here; try --device cpu\n"
         assert capsys.readouterr().err == said
         assert main(["explain", f"{tiny}:number"]) == 2
-        assert capsys.readouterr().err == f"compiled-optim explain: {tiny}:number is a int, and no torch.nn.Module\n"
+        assert capsys.readouterr().err == f"compiled-optim explain: {tiny}:number is a int, not a torch.nn.Module\n"
 
     def test_what_the_users_code_does(self, tiny: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["explain", f"{tiny}:loud", "--optimizer", "adamw", "--json"]) == 0

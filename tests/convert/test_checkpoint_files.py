@@ -517,7 +517,7 @@ class TestCommand:
             "it holds 'epoch': choose by key (--key)\n",
             "a.safetensors": "a.json is damaged, or not the groups of an optimizer (",
             "lines.pt": "lines.pt: param_groups[0]['params'] must be integers or names, got ",
-            "hostile.pt": "hostile.pt is damaged, or holds something else than tensors and plain values",
+            "hostile.pt": "hostile.pt is damaged, or holds objects other than tensors and plain values",
             "none.pt": "[Errno 2] No such file or directory: 'none.pt'\n",
         }.items():
             assert main(["convert", source, "out.pt", "--to", "named"]) == 2

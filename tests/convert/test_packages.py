@@ -479,11 +479,11 @@ _BNB = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
             "has 1 scales for 33 elements, not one for each 32",
         ),
         ((_ZEROS, {"bias_correction": False, "step": 1}), "torch", "bias_correction=False, without which no Adam"),
-        ((_ZEROS, {"bias_correction": True}), "torch", "the state of 0 is there, but its group has no step"),
+        ((_ZEROS, {"bias_correction": True}), "torch", "the state of 0 exists, but its group has no step"),
         ((_ZEROS, {"bias_correction": True, "step": 1, "max_grad_norm": 1.0}), "torch", "max_grad_norm, which are not"),
-        (({**_ZEROS, "step": 1}, {"amsgrad": True}), "fused", "amsgrad=True, which has no place in FusedAdam"),
-        (({**_ZEROS, "step": 1, "other": 1}, {}), "fused", "the state of 0 has 'other', which has no place in FusedAdam"),
-        (({**_ZEROS, "step": 1}, {"maximize": True}), "bitsandbytes", "maximize=True, which has no place in bitsandbytes"),
+        (({**_ZEROS, "step": 1}, {"amsgrad": True}), "fused", "amsgrad=True, unsupported by FusedAdam"),
+        (({**_ZEROS, "step": 1, "other": 1}, {}), "fused", "the state of 0 has 'other', unsupported by FusedAdam"),
+        (({**_ZEROS, "step": 1}, {"maximize": True}), "bitsandbytes", "maximize=True, unsupported by bitsandbytes"),
         (({**_ZEROS, "step": 1}, {"decoupled_weight_decay": False}), "bitsandbytes", "decoupled_weight_decay=False"),
         (({**_ZEROS, "step": 1}, {}), "bitsandbytes", "decoupled_weight_decay=unknown"),
         ({"step": 1, "square_avg": torch.ones(3)}, "bitsandbytes", "no optimizer with the state square_avg"),
@@ -522,7 +522,7 @@ def test_what_schedulers_and_users_keep_in_groups_stays(to: str, tmp_path: Path)
 def test_steps_by_parameter_do_not_become_steps_by_group(tmp_path: Path) -> None:
     saved = _saved()
     saved["state"]["0.bias"]["step"] += 1
-    with pytest.raises(ValueError, match=r"those in param_groups\[0\] took 3 to 4 steps"):
+    with pytest.raises(ValueError, match=r"parameters of param_groups\[0\] took 3 to 4 steps"):
         write(saved, tmp_path / "a.pt", "fused")
 
 

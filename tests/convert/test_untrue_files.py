@@ -282,7 +282,7 @@ def test_what_is_no_regular_file(
         assert main([*map(str, arguments)]) == 2
         message = capsys.readouterr().err
         assert message.count("\n") == 1
-        assert "no regular file" in message or "is a folder, and neither" in message
+        assert "not a regular file" in message or "is a folder, and neither" in message
         assert path.name in message or Path(place).name in message
     assert not Path("o.pt").exists()
 

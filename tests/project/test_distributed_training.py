@@ -78,7 +78,7 @@ def test_some_experts_of_each_step_have_no_gradient() -> None:
             self.named = dict(model.named_parameters())
 
         def step(self) -> None:
-            used.append({int(n.split(".")[3]) for n, p in self.named.items() if ".own." in n and p.grad is not None})
+            used.append({int(n.split(".")[3]) for n, p in self.named.items() if ".local." in n and p.grad is not None})
 
     way = distributed.Way("no package", "none", Noted)
     distributed.train(LAYOUTS["experts"], way, SIZES["small"], CPU)

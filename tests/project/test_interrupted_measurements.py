@@ -322,7 +322,7 @@ def test_a_way_begins_only_if_one_as_long_as_the_longest_fits(now: list[float]) 
         return make
 
     ways = {"own": making(10), "long": making(40), "fits": making(1), "does not": making(1), "nor this": making(1)}
-    table = Table("loops", "tiny", "step", own="own")
+    table = Table("loops", "tiny", "step", reference="own")
     deadline = Deadline(90.0, started=0.0)
     rows = [row for rows in measured(table, ways, CPU, rounds=4, warmup=0, deadline=deadline) for row in rows]
     assert now == [51.0]
@@ -337,7 +337,7 @@ def test_rounds_in_turn_end_with_the_time(now: list[float]) -> None:
         now[0] += 10.0
 
     ways = {name: lambda: Call(step) for name in ("own", "other")}
-    table = Table("loops", "tiny", "step", own="own")
+    table = Table("loops", "tiny", "step", reference="own")
     options = {"rounds": 8, "warmup": 0, "deadline": Deadline(75.0, started=0.0)}  # 2 rounds alone each take 40
     rows = [row for rows in measured(table, ways, CPU, **options) for row in rows]
     assert [(row.metric, row.n) for row in rows] == [
@@ -351,7 +351,7 @@ def test_without_time_for_rounds_in_turn_there_are_those_alone(now: list[float])
     def step() -> None:
         now[0] += 10.0
 
-    table = Table("loops", "tiny", "step", own="own")
+    table = Table("loops", "tiny", "step", reference="own")
     options = {"rounds": 4, "warmup": 0, "deadline": Deadline(9.0, started=0.0)}
     rows = [row for rows in measured(table, {"own": lambda: Call(step)}, CPU, **options) for row in rows]
     assert [(row.metric, row.n) for row in rows] == [("step, alone", 1)]
@@ -361,7 +361,7 @@ def test_ratios_are_left_out_where_there_is_nothing_of_this_package() -> None:
     def fail() -> Call:
         raise LookupError("no such thing")
 
-    table = Table("loops", "tiny", "step", own="own")
+    table = Table("loops", "tiny", "step", reference="own")
     found = measured(table, {"own": fail, "other": lambda: Call(lambda: None)}, CPU, rounds=2, warmup=0)
     rows = [row for batch in found for row in batch]
     assert [(row.competitor, row.metric, row.ratio) for row in rows] == [
@@ -374,7 +374,7 @@ def test_ratios_are_left_out_where_there_is_nothing_of_this_package() -> None:
 def test_where_every_way_fails_the_rows_say_so() -> None:
     ways = {name: lambda: Call(_fail) for name in ("own", "other")}
     rows = [
-        row for rows in measured(Table("loops", "tiny", "step", own="own"), ways, CPU, rounds=2, warmup=0) for row in rows
+        row for rows in measured(Table("loops", "tiny", "step", reference="own"), ways, CPU, rounds=2, warmup=0) for row in rows
     ]
     assert [row.competitor for row in rows if "illegal" in row.metric] == ["own", "other"]
     assert len(rows) == 2

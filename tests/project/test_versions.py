@@ -89,7 +89,7 @@ def test_the_index_is_asked(printed: str, expected: list[str], tmp_path: Path, c
     )
     pip.chmod(0o700)
     assert torch_versions.on_index(str(pip)) == expected
-    assert ("could not be asked" in capsys.readouterr().err) == (not expected)
+    assert ("could not be searched" in capsys.readouterr().err) == (not expected)
 
 
 def test_pythons_are_found_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,7 +189,7 @@ def test_what_goes_wrong_is_said_and_the_status_is_1(
     assert torch_versions.main([version]) == 1
     printed = capsys.readouterr()
     assert said in printed.out
-    assert ("not found: Python 3.13; --python tells where one is" in printed.out) == (version == "2.15")
+    assert ("not found: Python 3.13; --python names its path" in printed.out) == (version == "2.15")
     assert ("installing failed" in printed.err) == (version == "2.12")
 
 

@@ -24,7 +24,7 @@ from .training import Training
 
 
 def step_seconds(model: nn.Module, rounds: int = 100) -> dict[str, float]:
-    """The median time of a step by optimizer; they take turns, so that a busy machine slows all alike."""
+    """Return the median time of a step by optimizer. They take turns, so that a busy machine slows all of them."""
     makers = {"compiled_optim.AdamW": co.AdamW, "torch.optim.AdamW": AdamW}
     makers |= {f"torch.optim.AdamW({how}=True)": partial(AdamW, **{how: True}) for how in ("foreach", "fused")}
     optimizers = {name: make(digits.parameter_groups(copy.deepcopy(model))) for name, make in makers.items()}
@@ -33,7 +33,7 @@ def step_seconds(model: nn.Module, rounds: int = 100) -> dict[str, float]:
     for _ in range(rounds):
         for name, optimizer in optimizers.items():
             for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-                parameter.grad = torch.full_like(parameter, 1e-3)  # in new memory each time, as backward leaves it
+                parameter.grad = torch.full_like(parameter, 1e-3)  # in new memory each time, as after backward
             wait()
             started = time.perf_counter()
             optimizer.step()
@@ -43,15 +43,15 @@ def step_seconds(model: nn.Module, rounds: int = 100) -> dict[str, float]:
 
 
 def main() -> None:
-    """Print the report; exits with 1 if the model did not become good enough."""
+    """Print the report. Exit with 1 if the accuracy is below the minimum."""
     started = time.perf_counter()
     options, console = parse(sys.argv[1:]), Console()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     modes = options.modes or [mode for mode in MODES if device == "cuda" or mode != "captured"]
     if device == "cpu" and "captured" in modes:
         sys.exit("tools/run: captured needs a CUDA device, and there is none")
-    torch._logging.set_logs(all=logging.ERROR)  # Dynamo warns of the profiler's marks, which it leaves out
-    torch._dynamo.config.trace_autograd_ops = True  # or it does not trace backward
+    torch._logging.set_logs(all=logging.ERROR)  # Dynamo warns that it leaves out the profiler's marks
+    torch._dynamo.config.trace_autograd_ops = True  # without it Dynamo does not trace backward
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     images, (pixels, expected) = digits.load()

@@ -20,7 +20,7 @@ Images = tuple[Tensor, Tensor]
 
 
 def load() -> tuple[Images, Images]:
-    """The training and the test images, always the same, with equal shares of every digit."""
+    """Load the training and the test images, always the same ones, with equal shares of every digit."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
 
@@ -31,12 +31,12 @@ def load() -> tuple[Images, Images]:
 
 
 def batches_per_epoch(images: Images) -> int:
-    """How many full batches one epoch has; the images that are left over wait for the next epoch."""
+    """Return the number of full batches in an epoch. Each epoch leaves out other images, fewer than a batch."""
     return len(images[0]) // BATCH_SIZE
 
 
 def batches(images: Images, epochs: int, generator: torch.Generator) -> Iterator[Images]:
-    """Every batch of every epoch, its images shuffled, and rotated, sheared, scaled and shifted a little, each at random."""
+    """Yield every batch of every epoch, of shuffled images, each rotated, sheared, scaled and shifted at random."""
     pixels, digits = images
     for _ in range(epochs):
         order = torch.randperm(len(digits), generator=generator)[: batches_per_epoch(images) * BATCH_SIZE]
@@ -64,7 +64,7 @@ class VisionTransformer(nn.Module):
         self.classifier = nn.Linear(width, CLASSES)
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """The logits ``(images, classes)`` of ``pixels`` ``(images, 1, 8, 8)``."""
+        """Return the logits ``(images, classes)`` of ``pixels`` ``(images, 1, 8, 8)``."""
         tokens = self.stem(pixels).transpose(1, 2) + self.position_embedding
         return self.classifier(self.norm(self.layers(tokens)).mean(dim=1))
 
@@ -74,7 +74,7 @@ def _convolution(channels_in: int, channels_out: int) -> list[nn.Module]:
 
 
 def parameter_groups(model: nn.Module, *, backwards: bool = False) -> list[dict[str, Any]]:
-    """Two groups of named parameters, each last to first if ``backwards``. Biases, norms and the embedding do not decay."""
+    """Return two groups of named parameters, reversed if ``backwards``. Biases, norms and the embedding do not decay."""
     named = list(model.named_parameters())
     undecayed = "*bias|*norm*|stem.1.*|stem.4.*|position_embedding"
     return co.param_groups(named[::-1] if backwards else named, {undecayed: {"weight_decay": 0.0}})

@@ -1,4 +1,4 @@
-"""The command line. Standard library only, since ``tools/run`` reads it before anything is installed."""
+"""The command line. Only the standard library is used, since ``tools/run`` reads it before anything is installed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODES = {
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """The options that ``arguments`` ask for; exits after ``--help`` or a mistake."""
+    """Parse ``arguments``. ``--help`` and mistakes end the program."""
     parser = argparse.ArgumentParser(
         prog="tools/run",
         description="Train a small vision transformer on scikit-learn's 1,797 handwritten digits with compiled_optim.AdamW, "
@@ -24,7 +24,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         "PyTorch into .venv-demo. The exit status is 1 if the test accuracy is below the minimum or anything fails.",
     )
     parser.add_argument("--epochs", type=_positive, default=8, help="passes over the images in each mode (8)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights and of the images' order and distortion (0)")
+    parser.add_argument("--seed", type=int, default=0, help="of the weights, and of the images' order and distortion (0)")
     parser.add_argument("--min-accuracy", type=float, default=97.0, metavar="PERCENT", help="to reach on test images (97)")
     parser.add_argument("--modes", nargs="+", choices=MODES, metavar="MODE", help="in turn (all that the device has)")
     return parser.parse_args(arguments)

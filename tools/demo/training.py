@@ -18,7 +18,7 @@ from .digits import Images, VisionTransformer, parameter_groups
 
 
 class Leg(NamedTuple):
-    """Steps in one mode, with the seconds and the loss of each. The mode is eager where nothing was compiled or captured."""
+    """Steps in one mode, with the seconds and the loss of each. The mode is eager if nothing was compiled or captured."""
 
     mode: str
     seconds: list[float]
@@ -38,7 +38,7 @@ class Training:
         self.scheduler = SequentialLR(self.optimizer, [rise, fall], milestones=[warm_up])
 
     def step(self, pixels: Tensor, digits: Tensor) -> Tensor:
-        """Forward, backward, the optimizer's step and zero_grad, as one unit; returns the loss."""
+        """Run forward, backward, the optimizer's step and zero_grad. Return the loss."""
         loss = functional.cross_entropy(self.model(pixels), digits)
         loss.backward()
         self.optimizer.step()
@@ -72,14 +72,14 @@ class Training:
         with co.no_recompiles():
             for batch in batches:
                 take(batch)
-        made = counted["unique_graphs"] - before + len(co.compile_report(self.optimizer).captures)
-        return Leg(mode if made else "eager", seconds, losses)
+        compiled = counted["unique_graphs"] - before + len(co.compile_report(self.optimizer).captures)
+        return Leg(mode if compiled else "eager", seconds, losses)
 
     def resumed(self) -> Training:
-        """A new training that goes on from a checkpoint of this one; its optimizer lists parameters in the opposite order.
+        """Return a new training from a checkpoint of this one. Its optimizer lists parameters in the opposite order.
 
         Raises:
-            AssertionError: a value of the optimizer's state did not arrive at the parameter that it was saved for.
+            AssertionError: the optimizer's state does not belong to the parameter that it was saved for.
         """
         file = io.BytesIO()
         torch.save({part: getattr(self, part).state_dict() for part in ("model", "optimizer", "scheduler")}, file)

@@ -1,4 +1,4 @@
-"""Write the pages, let Sphinx build them, and check the links that lead elsewhere."""
+"""Write the pages, let Sphinx build them, and check the links to other sites."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from manual import pages
 
 
 def main(out: Path, *, offline: bool = False) -> int:
-    """Build into a folder; the exit status is not 0 if a link leads nowhere, or Sphinx has a warning.
+    """Build into a folder. Return a status that is not 0 if a link is broken, or Sphinx warns.
 
-    Links that lead elsewhere are not checked ``offline``.
+    Links to other sites are not checked ``offline``.
     """
     for name in ("pages", "html", "links"):
         shutil.rmtree(out / name, ignore_errors=True)
-    made = pages.pages()
-    for place, text in made.items():
-        (out / "pages" / place).parent.mkdir(parents=True, exist_ok=True)
-        (out / "pages" / place).write_text(text)
+    texts = pages.pages()
+    for page, text in texts.items():
+        (out / "pages" / page).parent.mkdir(parents=True, exist_ok=True)
+        (out / "pages" / page).write_text(text)
     for path in pages.files():
         (out / "pages" / path.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, out / "pages" / path.relative_to(ROOT))
     options = ["-c", str(Path(__file__).parent), "-d", str(out / "doctrees"), str(out / "pages")]
     if status := sphinx(["-b", "html", "-W", "--keep-going", "-q", *options, str(out / "html")]):
         return status
-    print(f"{len(made)} pages in {out / 'html' / 'index.html'}; every link between them leads somewhere")
+    print(f"{len(texts)} pages in {out / 'html' / 'index.html'}; every link between them works")
     if offline:
         return 0
     sphinx(["-b", "linkcheck", "-Q", *options, str(out / "links")])
@@ -40,7 +40,7 @@ def main(out: Path, *, offline: bool = False) -> int:
     counts = Counter(link["status"] for link in links if link["uri"] not in broken and link["status"] != "local")
     reached = counts["working"] + counts["redirected"]
     print(
-        f"Links elsewhere: {reached} reached, {counts.total() - reached} could not be reached, {len(broken)} wrong {broken}"
+        f"External links: {reached} reached, {counts.total() - reached} could not be reached, {len(broken)} wrong {broken}"
     )
     return bool(broken)
 

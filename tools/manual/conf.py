@@ -35,28 +35,28 @@ _SITES = {"arxiv": "https://arxiv.org/abs/", "doi": "https://doi.org/", "site": 
 
 
 def _parts(text: str) -> Iterator[nodes.Node]:
-    """Text with links where it names papers."""
+    """Yield a text's nodes, with links for the papers that it names."""
     end = 0
-    for found in _SOURCE.finditer(text):
-        yield nodes.Text(text[end : found.start()])
-        yield nodes.reference(text=found[0], refuri=_SITES[found.lastgroup or ""] + found[found.lastgroup or 0])
-        end = found.end()
+    for match in _SOURCE.finditer(text):
+        yield nodes.Text(text[end : match.start()])
+        yield nodes.reference(text=match[0], refuri=_SITES[match.lastgroup or ""] + match[match.lastgroup or 0])
+        end = match.end()
     yield nodes.Text(text[end:])
 
 
 def link_papers(app: Any, document: nodes.document) -> None:
-    """Make links of the papers that a page names."""
+    """Turn the papers that a page names into links."""
     for text in [*document.findall(nodes.Text)]:
         if _SOURCE.search(text) and not isinstance(text.parent, (nodes.literal, nodes.literal_block, nodes.reference)):
             text.parent.replace(text, [*_parts(str(text))])
 
 
 def by_public_name(app: Any, env: Any, node: Any, text: Any) -> Any:
-    """Resolve a name of the package wherever it is defined, since pages know public names only."""
+    """Resolve the private path of a name to its public name, since only public names have pages."""
     name, python = node["reftarget"].rpartition(".")[2], env.domains.python_domain
     if node.get("refdomain") == "py":
-        places = [f"compiled_optim.{name}", f"compiled_optim.mup.{name}"]
-        known = next((place for place in places if place in python.objects), name)
+        candidates = [f"compiled_optim.{name}", f"compiled_optim.mup.{name}"]
+        known = next((candidate for candidate in candidates if candidate in python.objects), name)
         return python.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], known, node, text)
     return None
 

@@ -24,38 +24,38 @@ _GUIDES |= {ROOT / "perf" / "GPU.md": Path("perf", "GPU.md"), ROOT / "compiled_o
 
 
 def pages() -> dict[Path, str]:
-    """Each page's place and text."""
-    made = {place: _LINK.sub(_to_page, path.read_text()) for path, place in _GUIDES.items()}
+    """Return the text of each page by its path."""
+    texts = {page: _LINK.sub(_to_page, path.read_text()) for path, page in _GUIDES.items()}
     infos = [co.optimizer_info(name) for name in co.list_optimizers()]
     recipes = {
         path.stem: _recipe(path.stem.replace("_", " "), path.read_text()) for path in sorted((ROOT / _RECIPES).glob("*.py"))
     }
-    made |= {_OPTIMIZERS / f"{info.name}.rst": "\n".join(_optimizer(info)) for info in infos}
-    made |= {_RECIPES / f"{name}.rst": text for name, text in recipes.items()}
-    made |= {Path("reference", f"{name}.rst"): text for name, text in _reference().items()}
+    texts |= {_OPTIMIZERS / f"{info.name}.rst": "\n".join(_optimizer(info)) for info in infos}
+    texts |= {_RECIPES / f"{name}.rst": text for name, text in recipes.items()}
+    texts |= {Path("reference", f"{name}.rst"): text for name, text in _reference().items()}
     table, first = _OPTIMIZERS / "index.md", Path("index.md")
-    made[first] = made[first].replace("\n## Differences from", "\n(differences)=\n## Differences from")
+    texts[first] = texts[first].replace("\n## Differences from", "\n(differences)=\n## Differences from")
     for info in infos:
-        made[table] = made[table].replace(f"\n| `{info.cls.__name__}`:", f"\n| [`{info.cls.__name__}`]({info.name}.rst):")
-    made[table] += _toctree([info.name for info in infos])
-    made[Path("perf/index.md")] += _toctree(["GPU"])
-    made[first] += _toctree([f"compiled_optim/{name}/index" for name in FLOORS], "Guides")
-    made[first] += _toctree(["reference/index"], "Reference")
-    made[first] += _toctree([f"{_RECIPES}/{name}" for name in recipes], "Recipes") if recipes else ""
-    others = [str(place.with_suffix("")) for place in _GUIDES.values() if place.parts[0] != "compiled_optim"]
-    made[first] += _toctree(sorted({*others} - {"index", "perf/GPU"}), "Project")
-    return made
+        texts[table] = texts[table].replace(f"\n| `{info.cls.__name__}`:", f"\n| [`{info.cls.__name__}`]({info.name}.rst):")
+    texts[table] += _toctree([info.name for info in infos])
+    texts[Path("perf/index.md")] += _toctree(["GPU"])
+    texts[first] += _toctree([f"compiled_optim/{name}/index" for name in FLOORS], "Guides")
+    texts[first] += _toctree(["reference/index"], "Reference")
+    texts[first] += _toctree([f"{_RECIPES}/{name}" for name in recipes], "Recipes") if recipes else ""
+    others = [str(page.with_suffix("")) for page in _GUIDES.values() if page.parts[0] != "compiled_optim"]
+    texts[first] += _toctree(sorted({*others} - {"index", "perf/GPU"}), "Project")
+    return texts
 
 
 def files() -> Iterator[Path]:
-    """What guides link to besides pages: pictures and tables."""
+    """Yield the files that guides link to besides pages: pictures and tables."""
     for guide in _GUIDES:
-        linked = ((guide.parent / found[2]).resolve() for found in _LINK.finditer(guide.read_text()))
+        linked = ((guide.parent / match[2]).resolve() for match in _LINK.finditer(guide.read_text()))
         yield from (path for path in linked if path.is_file() and path.suffix not in (".md", ".py"))
 
 
 def _to_page(link: re.Match[str]) -> str:
-    """A link between files of the repository as one between pages; each file of an optimizer and each recipe has one."""
+    """Return a link between files of the repository as one between pages. Files of optimizers, and recipes, have pages."""
     target = re.sub(
         r"README\.md$", "index.md", re.sub(r"^((?:.*/)?(?:optimizers|recipes)/|)(\w+)\.py$", r"\1\2.rst", link[2])
     )
@@ -90,20 +90,20 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _optimizer(info: co.OptimizerInfo) -> Iterator[str]:
-    """The page of one optimizer, from what it declares."""
-    own, empty = [argument for argument in info.arguments if argument.help not in _COMMON], inspect.Parameter.empty
+    """Yield the lines of an optimizer's page, from its declarations."""
+    specific, empty = [argument for argument in info.arguments if argument.help not in _COMMON], inspect.Parameter.empty
     public = f"mup.{info.cls.__name__}" if info.name.startswith("mup.") else info.cls.__name__
-    said, _, differs = (inspect.getdoc(info.cls) or "").partition("\nArgs:")[0].partition("Differs from")
+    description, _, differs = (inspect.getdoc(info.cls) or "").partition("\nArgs:")[0].partition("Differs from")
     differs, _, more = differs.partition("\n\n")
-    shown = [a.name if a.default is empty else f"{a.name}={a.default!r}" for a in own]
+    shown = [a.name if a.default is empty else f"{a.name}={a.default!r}" for a in specific]
     yield from _title(public)
     yield from [f".. py:class:: {public}(params, {', '.join(shown)}, **common)", "   :module: compiled_optim", ""]
-    yield from _indented(f"{said}\n\n{more}\n\nThe same by name: ``co.create({json.dumps(info.name)}, model)``.")
+    yield from _indented(f"{description}\n\n{more}\n\nThe same by name: ``co.create({json.dumps(info.name)}, model)``.")
     for name in sorted({*dir(info.cls)} - {*dir(co.CompiledOptimizer), *_RULE}):
         yield from _indented(f".. automethod:: compiled_optim.{public}.{name}") if name[0] != "_" else ()
-    rows = ([f"``{a.name}``", "required" if a.default is empty else _literal(a.default), a.help] for a in own)
+    rows = ([f"``{a.name}``", "required" if a.default is empty else _literal(a.default), a.help] for a in specific)
     yield from [*_title("Arguments", "-"), *_table(["argument", "default", "meaning"], rows)]
-    common = _listed(argument.name for argument in info.arguments if argument not in own)
+    common = _listed(argument.name for argument in info.arguments if argument not in specific)
     yield from [
         f":class:`~compiled_optim.CompiledOptimizer` explains the arguments that several optimizers have: {common}.",
         "",
@@ -140,42 +140,42 @@ def _state(info: co.OptimizerInfo) -> Iterator[str]:
         weights = re.sub(r"(, state_dtype=int8)|weights=(\w+)", lambda m: "" if m[1] else f'``weights="{m[2]}"``', precision)
         sizes.setdefault(weights, []).append(f"{size:g}")
     head = ["weights", "state as the weights", '``state_dtype="int8"``'][: 1 + max(map(len, sizes.values()))]
-    yield from _table(head, ([name, *found, *[""] * (len(head) - 1 - len(found))] for name, found in sizes.items()))
+    yield from _table(head, ([name, *cells, *[""] * (len(head) - 1 - len(cells))] for name, cells in sizes.items()))
 
 
 def _difference(info: co.OptimizerInfo) -> str:
-    """How the constructor differs from torch.optim's, if that has one, and whose state dicts are loaded."""
+    """Describe the differences from torch.optim's constructor, if it has one, and name the state dicts that are loaded."""
     loads = (
         f"It loads state dicts of {' and '.join(f'``{name}``' for name in info.counterparts)}." if info.counterparts else ""
     )
-    theirs = getattr(torch.optim, info.cls.__name__, None)
-    if theirs is None or not info.counterparts:
+    counterpart = getattr(torch.optim, info.cls.__name__, None)
+    if counterpart is None or not info.counterparts:
         return f"torch.optim has no such optimizer. {loads}"
-    arguments, mine = inspect.signature(theirs).parameters, {a.name: a.default for a in info.arguments}
-    others = [f"``{n}`` ({_literal(p.default)} there)" for n, p in arguments.items() if mine.get(n, p.default) != p.default]
+    arguments, here = inspect.signature(counterpart).parameters, {a.name: a.default for a in info.arguments}
+    others = [f"``{n}`` ({_literal(p.default)} there)" for n, p in arguments.items() if here.get(n, p.default) != p.default]
     more = _listed(a.name for a in info.arguments if a.name not in arguments and a.help not in _COMMON)
-    more = f"Arguments that ``torch.optim.{theirs.__name__}`` lacks, beside the common ones: {more}." if more else ""
+    more = f"Arguments that ``torch.optim.{counterpart.__name__}`` lacks, beside the common ones: {more}." if more else ""
     return f"{loads} {'Other defaults: ' + ', '.join(others) if others else 'Defaults are the same'}. {more}"
 
 
 def _reference() -> dict[str, str]:
-    """A page for every public name that is no optimizer, and one that lists them."""
+    """Return a page for every public name that is no optimizer, and one that lists them."""
     of_mup = [f"mup.{n}" for n, f in vars(co.mup).items() if inspect.isfunction(f) and f.__module__ == co.mup.__name__]
     names = [name for name in co.__all__ if name != "mup" and not is_optimizer(getattr(co, name))]
-    made, rows = {}, []
+    texts, rows = {}, []
     for name in sorted([*names, *(name for name in of_mup if "._" not in name)], key=str.lower):
         member = operator.attrgetter(name)(co)
         kind = "function" if inspect.isfunction(member) else "exception" if issubclass(member, Exception) else "class"
-        made[name] = "\n".join([*_title(name), f".. auto{kind}:: compiled_optim.{name}"])
+        texts[name] = "\n".join([*_title(name), f".. auto{kind}:: compiled_optim.{name}"])
         rows.append([f":doc:`{name}`", (inspect.getdoc(member) or "").partition("\n\n")[0].replace("\n", " ")])
     head = [*_title("Reference"), ".. py:currentmodule:: compiled_optim", ""]
     head += ["Each optimizer has :doc:`a page of its own <../compiled_optim/optimizers/index>`.", ""]
-    toctree = [".. toctree::", "   :hidden:", "", *(f"   {name}" for name in made)]
-    return {**made, "index": "\n".join([*head, *_table(["``co.``", "what it is or does"], rows), *toctree])}
+    toctree = [".. toctree::", "   :hidden:", "", *(f"   {name}" for name in texts)]
+    return {**texts, "index": "\n".join([*head, *_table(["``co.``", "description"], rows), *toctree])}
 
 
 def _recipe(title: str, text: str) -> str:
-    """A program's docstring as a page, its code, and what it prints, which a comment at its end says."""
+    """Return a page with a program's docstring, its code, and its output, which the comment at its end has."""
     docstring, code = re.fullmatch(r'"""(.*?)"""\n(.*)', text, re.DOTALL).groups()
     code, *output = re.split(r"\n# Prints(.*:\n)", code)
     lines = [*_title(title), inspect.cleandoc(docstring), "", ".. code-block:: python", "", *_indented(code)]

@@ -20,7 +20,7 @@ class Arguments(TrainingArguments):
     optim: str = "adamw"
 
     def __post_init__(self):
-        name, self.optim = self.optim, "adamw_torch"  # which transformers knows
+        name, self.optim = self.optim, "adamw_torch"  # a name that transformers knows
         super().__post_init__()
         self.optim = co.optimizer_info(name).name
 
@@ -31,8 +31,8 @@ class ByName(Trainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
         adam = {("betas", (args.adam_beta1, args.adam_beta2)), ("eps", args.adam_epsilon)}
-        given = dict(adam - {("betas", (0.9, 0.999)), ("eps", 1e-8)})  # each class has defaults of its own
-        return co.optimizer_info(args.optim).cls, {"lr": args.learning_rate, **given, **json.loads(args.optim_args or "{}")}
+        extra = dict(adam - {("betas", (0.9, 0.999)), ("eps", 1e-8)})  # or the class's defaults
+        return co.optimizer_info(args.optim).cls, {"lr": args.learning_rate, **extra, **json.loads(args.optim_args or "{}")}
 
 
 def train(line, resume=None):

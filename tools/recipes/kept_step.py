@@ -23,8 +23,8 @@ step = opt.as_module()
 
 def train_step(model, step, x, y):
     """Take one training step."""
-    loss, own = (model(x) - y).square().mean(), [*model.parameters()]
-    step(own, list(torch.autograd.grad(loss, own)))
+    loss, params = (model(x) - y).square().mean(), [*model.parameters()]
+    step(params, list(torch.autograd.grad(loss, params)))
     return loss.detach()
 
 
@@ -39,7 +39,7 @@ else:
     with open(sys.argv[1], "rb") as file:
         train = torch.compiler.load_compiled_function(file)
     for _ in range(20):
-        step.check()  # an error if the optimizer is no longer of this code
+        step.check()  # raises if the optimizer no longer fits this code
         loss = train(model, step, x, y)
         sched.step()
     print(f"loss {loss:.4f} at step {opt.state[model[0].weight]['step']:.0f}")

@@ -38,7 +38,7 @@ base = Net()
 train(base, x.sin().sum(1, keepdim=True), 1e-2)
 weights = {name: p.clone() for name, p in base.named_parameters()}
 
-task = x.sin().sum(1, keepdim=True) + x[:, :1] * x[:, 1:2]  # a bit more than what the base has learned
+task = x.sin().sum(1, keepdim=True) + x[:, :1] * x[:, 1:2]  # a bit more than the base has learned
 model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules=["first", "second"]))
 opt = train(model, task, 1e-3, lr_scale=lambda name, _: 16.0 if "lora_B" in name else 1.0)
 frozen = {name.replace("base_layer.", ""): p for name, p in base.named_parameters() if "lora" not in name}

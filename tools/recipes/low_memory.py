@@ -1,7 +1,7 @@
 """Train bfloat16 weights with 8 more bits each and moments of 8 bits: 7 bytes per parameter instead of 16.
 
-The loss follows float32's, since a step updates weight and extra bits together. The plain bfloat16 run at the end shows what
-they are for: ``check_numerics`` names the weights that its steps are too small to move.
+The loss follows float32's, since a step updates weight and extra bits together. The plain bfloat16 run at the end shows why
+they are needed: ``check_numerics`` names the weights that its steps are too small to move.
 """
 
 import torch

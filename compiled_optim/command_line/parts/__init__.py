@@ -1,1 +1,1 @@
-"""What several commands need."""
+"""Parts that several commands share."""

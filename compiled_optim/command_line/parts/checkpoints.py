@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 USUAL = ("optimizer", "optimizer_state_dict")
-"""What training scripts often call the optimizer's state in their files."""
+"""Usual keys of the optimizer's state in files of training scripts."""
 
 FORM = re.compile(r"_(int8|scale)$")
-"""What follows the name of an entry that is stored in 8 bits."""
+"""The endings of the names of entries that are stored in 8 bits."""
 
 
 def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +26,7 @@ def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 
 
 class Checkpoint(NamedTuple):
-    """A state dict with our names and meaning; the ``form`` and the state dict of its file; why some of it is ``lost``."""
+    """The state dict in this package's form, the form and state dict of the file, and the reason if a part is ``lost``."""
 
     content: dict[str, Any]
     form: str
@@ -35,60 +35,60 @@ class Checkpoint(NamedTuple):
 
 
 def read(path: Path, key: str | None = None) -> Checkpoint:
-    """The state dict in a file or folder that ``convert`` reads. Large tensors are mapped, not read into memory.
+    """Return the state dict in a file or folder that ``convert`` reads. Large tensors are mapped, not read into memory.
 
-    Without a ``key``, a file of several things may have it under one of :data:`USUAL`.
+    Without a ``key``, a file of several things is searched for the keys of :data:`USUAL`.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: it is damaged, holds other objects than tensors and plain values, or no optimizer's state.
+        ValueError: it is damaged, or holds no optimizer's state, or objects other than tensors and plain values.
     """
-    with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # a file that is mapped stays until it is not
+    with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # maps of its files outlive it
         return _read(path, key, Path(scratch))
 
 
 def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
     from compiled_optim.convert import formats, whole
 
-    form, stored = formats.as_it_is(path, key, scratch, USUAL)
+    form, stored = formats.read_stored(path, key, scratch, USUAL)
     layout = formats.layout_of(stored)
     if layout is None:
         return Checkpoint(stored, form, stored, "")
-    ours = partial(formats.LAYOUTS[layout].ours, stored, whole.keeper(scratch))
+    convert = partial(formats.LAYOUTS[layout].decode, stored, whole.keeper(scratch))
     try:
-        return Checkpoint(ours(lossy=False), layout, stored, "")
+        return Checkpoint(convert(lossy=False), layout, stored, "")
     except ValueError as error:
-        return Checkpoint(ours(lossy=True), layout, stored, str(error))
+        return Checkpoint(convert(lossy=True), layout, stored, str(error))
 
 
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
-    """Each parameter of a state dict: its name, its group, and its state, which may be empty. Equal names are numbered."""
+    """Yield name, index of the group, and state, perhaps empty, of each parameter. Equal names are numbered."""
     state, seen = state_dict["state"], Counter[str]()
-    for place, group in enumerate(state_dict["param_groups"]):
+    for index, group in enumerate(state_dict["param_groups"]):
         names = group.get("param_names") or group["params"]
         for param, name in zip(group["params"], names, strict=False):
-            entries, own = state.get(param, {}), str(name)
-            seen[own] += 1
-            yield own if seen[own] == 1 else f"{own} ({seen[own]})", place, entries if isinstance(entries, Mapping) else {}
+            entries, key = state.get(param, {}), str(name)
+            seen[key] += 1
+            yield key if seen[key] == 1 else f"{key} ({seen[key]})", index, entries if isinstance(entries, Mapping) else {}
 
 
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a group of a state dict says, without its parameters."""
+    """Return the options of a group in a state dict."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
 def shape_of(entries: Mapping[str, Any]) -> list[int] | None:
-    """The shape of a parameter, if its state tells: its largest entry's, but Adafactor's are of rows and columns."""
+    """Return the shape of the largest entry of a state; None if it has none, or Adafactor's rows and columns."""
     shapes = [] if "col_var" in entries else [list(value.shape) for value in tensors(entries).values()]
     return max(shapes, key=lambda sizes: (len(sizes), sizes), default=None)
 
 
 def tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The tensors of a parameter's state, but for its step count."""
+    """Return the tensors of a parameter's state except its step count."""
     return {str(name): value for name, value in entries.items() if isinstance(value, Tensor) and name != "step"}
 
 
 def steps(entries: Mapping[str, Any]) -> float | None:
-    """The step count of a parameter's state, if it has one."""
+    """Return the step count of a parameter's state, or None."""
     value = entries.get("step")
     return float(value) if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) else None

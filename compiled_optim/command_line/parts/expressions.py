@@ -1,4 +1,4 @@
-"""What users write as arguments: values, calls with values, and optimizers. Nothing is evaluated but literals."""
+"""Arguments of commands: values, calls with values, and optimizers. Only literals are evaluated."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ import compiled_optim as co
 
 
 def call(node: ast.AST, source: str) -> tuple[str, list[Any], dict[str, Any]]:
-    """The dotted name, positional and named arguments of a call whose arguments are literals; a bare name has none.
+    """Return the dotted name, and positional and named arguments, of a call with literals. A bare name has no arguments.
 
     Raises:
-        ValueError: it is something else; the message quotes ``source``.
+        ValueError: ``node`` is something else. The message quotes ``source``.
     """
-    made = node if isinstance(node, ast.Call) else None
-    named = name = node if made is None else made.func
-    arguments, keywords = ([], []) if made is None else (made.args, made.keywords)
+    called = node if isinstance(node, ast.Call) else None
+    named = name = node if called is None else called.func
+    arguments, keywords = ([], []) if called is None else (called.args, called.keywords)
     while isinstance(named, ast.Attribute):
         named = named.value
     if not isinstance(named, ast.Name) or any(keyword.arg is None for keyword in keywords):
-        raise ValueError(f"{source!r} is no name with arguments, such as StepLR(step_size=30)")
+        raise ValueError(f"{source!r} is not a name with arguments, such as StepLR(step_size=30)")
     values = [_literal(argument) for argument in arguments]
     return ast.unparse(name), values, {str(keyword.arg): _literal(keyword.value) for keyword in keywords}
 
 
 def parsed(source: str) -> ast.expr:
-    """The syntax of an expression; ``ValueError`` where it is none."""
+    """Parse an expression. Raise ``ValueError`` if it is none."""
     try:
         return ast.parse(source.strip(), mode="eval").body
     except SyntaxError as error:
@@ -40,21 +40,21 @@ def _literal(node: ast.expr) -> Any:
     try:
         return ast.literal_eval(node)
     except ValueError as error:
-        raise ValueError(f"{ast.unparse(node)!r} is no plain value: a number, text in quotes, True, None, a list") from error
+        raise ValueError(f"{ast.unparse(node)!r} is not a plain value: a number, quoted text, True, None, a list") from error
 
 
 def settings(pairs: Iterable[str]) -> dict[str, Any]:
-    """The arguments that ``--set name=value`` gave; a value that is no literal is text."""
-    found: dict[str, Any] = {}
+    """Return the arguments of ``--set name=value``. A value that is no literal is text."""
+    values: dict[str, Any] = {}
     for pair in pairs:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
             raise ValueError(f"--set takes name=value, got {pair!r}")
         try:
-            found[name] = ast.literal_eval(value)
+            values[name] = ast.literal_eval(value)
         except (SyntaxError, ValueError):
-            found[name] = value
-    return found
+            values[name] = value
+    return values
 
 
 def optimizer_arguments(parser: argparse.ArgumentParser, default: str = "adamw") -> None:
@@ -71,7 +71,7 @@ def set_argument(parser: argparse.ArgumentParser) -> None:
 
 
 def created(name: str, params: Any, pairs: Iterable[str], **options: Any) -> co.CompiledOptimizer:
-    """The optimizer called ``name`` with what ``--set`` gave; an ``lr`` that it requires and nobody gave is 1e-3."""
-    given = settings(pairs)
+    """Create the optimizer called ``name`` with the arguments of ``--set``. Required ones (``lr``) are 1e-3 by default."""
+    passed = settings(pairs)
     required = [a.name for a in co.optimizer_info(name).arguments if a.default is inspect.Parameter.empty]
-    return co.create(name, params, **(dict.fromkeys(required, 1e-3) | options | given))
+    return co.create(name, params, **(dict.fromkeys(required, 1e-3) | options | passed))

@@ -1,4 +1,4 @@
-"""What commands print: tables for people, JSON for programs."""
+"""The output of commands: tables for people, JSON for programs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ import torch
 
 _UNITS = ("", "k", "M", "G", "T")
 _WIDE = 500  # columns of a file or pipe
-_NAME = 12  # columns that a name has, however narrow the window
-_LONG = 1000  # rows of a table that rich draws, which takes it seconds for some thousands
+_NAME = 12  # columns that a name has even in a narrow window
+_LONG = 1000  # rows of a table that rich draws; thousands take it seconds
 
 
 def needed(module: str, purpose: str, extra: str = "cli") -> Any:
-    """The imported ``module``; an error that names what to install: the package's ``extra``, or without one itself."""
+    """Import ``module``. The error if it is missing names the package's ``extra`` to install, or without one the module."""
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
@@ -32,18 +32,18 @@ def needed(module: str, purpose: str, extra: str = "cli") -> Any:
 
 
 def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[Any]]) -> None:
-    """Print ``records`` as JSON if the options say so, else what ``draw`` makes, which rich can print."""
+    """Print ``records`` as JSON if the options ask for it, else the texts and tables that ``draw`` yields."""
     if options.json:
         print(json.dumps(_plain(records), indent=1, allow_nan=False))
         return
-    is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ  # nobody's window: no name needs two lines
+    is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ  # no window: names need not wrap
     console = needed("rich.console", "a table").Console(highlight=False, width=_WIDE if is_free else None)
     console.on_broken_pipe = _closed  # rich would exit with 1
     usual = console.width
     for each in draw():
         if columns := getattr(each, "columns", ()):
             each.expand = each.expand and not is_free
-            console.width = max(usual, sum(column.min_width + 2 for column in columns))  # rich drops columns if it must
+            console.width = max(usual, sum(column.min_width + 2 for column in columns))  # rich drops columns that do not fit
         if isinstance(each, str):
             console.out(each, highlight=False)
         else:
@@ -56,7 +56,7 @@ def _closed() -> None:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as JSON has it. What is not finite, and what JSON lacks, becomes text."""
+    """Return ``value`` in JSON's types. Values that JSON lacks, such as NaN, become text."""
     if isinstance(value, Mapping):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, (list, tuple)):
@@ -68,9 +68,9 @@ def _plain(value: Any) -> Any:
 
 
 def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: str = "", caption: str = "") -> Any:
-    """A table without empty columns; text, if it is long.
+    """Build a table without empty columns, or if it is long the text of one.
 
-    Styles: ``>`` to the right, ``.`` in one line, ``~`` cut to fit, or a colour. Text has no colour and fits no window.
+    Styles: ``>`` to the right, ``.`` in one line, ``~`` cut to fit, or a colour. Text ignores colours and the window.
     """
     from rich import box
     from rich.table import Table
@@ -81,16 +81,16 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: s
         return "\n".join(filter(None, [title, *_lines(columns, plain), caption]))
     cells = [
         [cell if isinstance(cell, Text) else Text(text(cell)) for cell in row] for row in listed
-    ]  # brackets are no markup
+    ]  # a Text, so that rich takes no brackets for markup
     filled = [i for i in range(len(columns)) if not cells or any(row[i].plain for row in cells)]
-    made = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
-    made.pad_edge, made.collapse_padding = False, True
-    made.expand, made.show_header = any("~" in style for style in columns.values()), any(map(str.strip, columns))
-    made.caption, made.caption_justify, made.caption_style = caption or None, "left", "dim"
+    result = Table(box=box.SIMPLE_HEAD, title=title or None, title_justify="left", title_style="bold")
+    result.pad_edge, result.collapse_padding = False, True
+    result.expand, result.show_header = any("~" in style for style in columns.values()), any(map(str.strip, columns))
+    result.caption, result.caption_justify, result.caption_style = caption or None, "left", "dim"
     for i, (name, style) in [(i, list(columns.items())[i]) for i in filled]:
         widest = max(len(name), *(row[i].cell_len for row in cells), 0)
         colour = style.strip(">.~")
-        made.add_column(
+        result.add_column(
             name,
             justify="right" if ">" in style else "left",
             style=colour or None,
@@ -100,12 +100,12 @@ def table(columns: Mapping[str, str], rows: Iterable[Sequence[Any]], *, title: s
             min_width=widest if ">" in style else min(widest, _NAME),
         )
     for row in cells:
-        made.add_row(*(row[i] for i in filled))
-    return made
+        result.add_row(*(row[i] for i in filled))
+    return result
 
 
 def _lines(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """The filled columns of a table, aligned, below their names."""
+    """Yield the lines of a table without its empty columns, aligned, the names first."""
     listed = [
         [cell.rjust(widest) if ">" in style else cell.ljust(widest) for cell in (name, *column)]
         for (name, style), column in zip(columns.items(), zip(*rows, strict=True), strict=True)
@@ -115,7 +115,7 @@ def _lines(columns: Mapping[str, str], rows: Sequence[Sequence[str]]) -> Iterato
 
 
 def text(value: Any, digits: int = 4) -> str:
-    """``value`` as tables have it, floats in so many ``digits``."""
+    """Return ``value`` as text for tables, floats with this number of ``digits``."""
     if value is None:
         return ""
     if isinstance(value, float):
@@ -128,12 +128,12 @@ def text(value: Any, digits: int = 4) -> str:
 
 
 def shape(sizes: Sequence[int] | None) -> str:
-    """The shape of a tensor: ``768 x 3072``, or ``scalar``; nothing if it is not known."""
+    """Return the text of a shape: ``768 x 3072``, ``scalar``, or nothing if it is not known."""
     return "" if sizes is None else " x ".join(map(str, sizes)) or "scalar"
 
 
 def size(number: float, unit: str = "") -> str:
-    """A count or bytes in three figures: ``124 M``, ``1.49 GB``."""
+    """Return the text of a count or of bytes in three figures: ``124 M``, ``1.49 GB``."""
     power = min(len(_UNITS) - 1, int(math.log10(number) // 3)) if number >= 1 else 0
     scaled = number / 1000**power
     figures = f"{scaled:.3g}" if power and scaled < 999.5 else f"{scaled:.0f}"
@@ -141,8 +141,8 @@ def size(number: float, unit: str = "") -> str:
 
 
 def findings(messages: Iterable[str], well: str = "") -> list[Any]:
-    """What was found, a line each; or, if there is nothing, that all is ``well``."""
+    """Return a line for each message, or without messages the line ``well``."""
     from rich.text import Text
 
-    found = [Text(f"! {message}", style="yellow") for message in messages]
-    return found or ([Text(well, style="green")] if well else [])
+    lines = [Text(f"! {message}", style="yellow") for message in messages]
+    return lines or ([Text(well, style="green")] if well else [])
