@@ -1,8 +1,8 @@
-"""Explain a model's parameters, or a checkpoint's: which rule has each, with which numbers, in how many bytes, and why.
+"""Explain a model's parameters: which rule has each, with which numbers, in how many bytes, and why.
 
 MODEL is "package.module:name" of a module or of what makes one, with plain arguments if it takes some:
 "torch.nn:TransformerEncoderLayer(64, 4)" or "train:make_model". It is imported and called as your program would. By default
-its parameters are on the meta device, which takes no memory. MODEL may also be a file or folder with an optimizer's state.
+its parameters are on the meta device, which takes no memory.
 """
 
 from __future__ import annotations
@@ -15,48 +15,28 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 import compiled_optim as co
 from compiled_optim.command_line.lowering import ARCHITECTURES, lowered
-from compiled_optim.command_line.parts.checkpoints import (
-    FORM,
-    Checkpoint,
-    checkpoint_argument,
-    numbers,
-    parameters,
-    read,
-    shape_of,
-    steps,
-    tensors,
-)
 from compiled_optim.command_line.parts.expressions import call, created, optimizer_arguments, parsed
 from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
-
-_COUPLED = "decoupled_weight_decay"  # False for Adam, True for AdamW
-_NO_LAMB = {"bitsandbytes", "fused", "flashoptim"}  # forms whose two averages are of Adam or AdamW, without saying which
-_PARTS = {"kahan_comp", "remainder", "master_param"}  # of the state, that any optimizer may have
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what the command takes."""
-    parser.add_argument("model", metavar="MODEL", help="package.module:name, or a checkpoint")
+    parser.add_argument("model", metavar="MODEL", help="package.module:name")
     optimizer_arguments(parser, "muonadamw")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters, if not their own")
     parser.add_argument("--device", choices=("meta", "cpu"), default="meta", help="where the model is; meta by default")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="count the launches of a step, as the command lowering does")
     parser.add_argument("--each", action="store_true", help="list each parameter, not one of those that are alike")
-    checkpoint_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Explain it; 1 if there are warnings."""
-    path = Path(options.model)
-    if os.path.exists(path):  # of a name that is too long, Path.exists raises
-        return _explain_file(options, path)
     model = made_model(options.model, options.device, options.dtype)
     optimizer = created(options.optimizer, model, options.set)
     found, memory = co.explain(model, optimizer), co.memory_report(optimizer)
@@ -94,7 +74,8 @@ def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
     """
     place, colon, expression = source.partition(":")
     if not colon:
-        raise ValueError(f"{source!r} is neither a file nor package.module:name, such as torch.nn:Transformer")
+        hint = "; for a checkpoint there is compiled-optim inspect" if os.path.exists(source) else ""
+        raise ValueError(f"{source!r} is not package.module:name, such as torch.nn:Transformer{hint}")
     name, positional, named = call(parsed(expression), expression)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, for a console script
@@ -164,84 +145,3 @@ def _times(listed: list[Any]) -> str:
 
 def _elements(record: Mapping[str, Any]) -> int:
     return math.prod(record["shape"]) if record["shape"] is not None else 0
-
-
-def _explain_file(options: argparse.Namespace, path: Path) -> int:
-    checkpoint = read(path, options.key)
-    state_dict = checkpoint.content
-    groups = [numbers(group) for group in state_dict["param_groups"]]
-    known = list(parameters(state_dict))
-    held: list[set[str]] = [set() for _ in groups]
-    for _, place, entries in known:
-        held[place].update(tensors(entries))
-    rules = [_rules(names, group, checkpoint.form) for names, group in zip(held, groups, strict=True)]
-    stored = {name: entries for name, _, entries in parameters(checkpoint.stored)}
-    records = []
-    for name, place, entries in known:
-        kept = stored.get(name) or entries  # of 8 bits, where ours are float32
-        own = tensors(kept)
-        for inner in kept.values():  # as bitsandbytes has it
-            own |= tensors(inner) if isinstance(inner, Mapping) else {}
-        records.append(
-            {
-                "name": name,
-                "group": place,
-                "shape": shape_of(entries),
-                "step": steps(entries),
-                "rules": rules[place],
-                "state_bytes": sum(value.nbytes for value in own.values()),
-                "state": {key: text(value.dtype) for key, value in own.items()},
-            }
-        )
-    found = {
-        "file": str(path),
-        "form": checkpoint.form,
-        "groups": groups,
-        "parameters": records,
-        "left_out": checkpoint.lost,
-    }
-    show(options, found, lambda: _drawn_file(path, checkpoint, records, each=options.each))
-    return 1 if checkpoint.lost else 0
-
-
-def _rules(entries: set[str], group: Mapping[str, Any], form: str) -> list[str]:
-    """The optimizers that a group may be of: they have its state and its numbers, and the fewest numbers else."""
-    if named := group.get("rule"):
-        return [str(named)]
-    kinds = {name: co.optimizer_info(name) for name in co.list_optimizers() if "." not in name}
-    takes = {name: {argument.name for argument in info.arguments} for name, info in kinds.items()}
-    takes["adamw"].add(_COUPLED)
-    said = (group.keys() & set[str]().union(*takes.values())) - {"max_lr"}  # which OneCycleLR writes too
-    own = {FORM.sub("", name) for name in entries} - _PARTS
-    fits = {name: len(takes[name] - said) for name, info in kinds.items() if own <= {*info.states} and said <= takes[name]}
-    adams = [name for name in ("adam", "adamw") if name in fits]
-    is_optimi = form == "optimi" and _COUPLED in said  # its RAdam saves no other numbers than its Adam
-    is_foreign = form in _NO_LAMB or (form != "optimi" and "maximize" not in said)  # torch and we save it always
-    if adams and (is_foreign or is_optimi or "amsgrad" in said):
-        decouples = None if form in _NO_LAMB else group.get(_COUPLED)
-        return [*(adams if decouples is None else ["adamw" if decouples else "adam"]), *["radam"] * is_optimi]
-    if _COUPLED in said:
-        fits = {name: more for name, more in fits.items() if name not in adams} or fits  # theirs have amsgrad too
-    least = min(fits.values(), default=0)
-    return [name for name, more in fits.items() if more == least]
-
-
-def _drawn_file(path: Path, checkpoint: Checkpoint, records: list[Any], *, each: bool) -> Iterator[Any]:
-    from rich.text import Text
-
-    total = sum(r["state_bytes"] for r in records)
-    yield Text(
-        f"{path.name}: state of {len(records):,} parameters, {size(total, 'B')}, in the form {checkpoint.form}", style="bold"
-    )
-    alike: dict[Any, list[Any]] = {}
-    for r in records:
-        state = ", ".join(f"{key} {dtype}" for key, dtype in r["state"].items()) or "none"
-        rule = " or ".join(r["rules"]) or "not known"
-        sizes = shape(r["shape"])
-        alike.setdefault((_stem(r["name"], each=each), sizes, rule, state), []).append(r)
-    rows = [
-        (name, _times(listed), sizes, rule, size(sum(r["state_bytes"] for r in listed), "B"), state)
-        for (name, sizes, rule, state), listed in alike.items()
-    ]
-    yield table({"parameter": "bold", " ": ">dim", "shape": ".", "rule": "cyan", "state": ">", "entries": "dim"}, rows)
-    yield from findings([f"left out, as it cannot be read: {checkpoint.lost}"] if checkpoint.lost else [])
