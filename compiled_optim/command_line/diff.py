@@ -1,15 +1,9 @@
-"""Compare two optimizers' defaults, or two checkpoints.
-
-A and B are names of optimizers, or checkpoints. "torch.adamw" is torch.optim's AdamW: "diff torch.adamw adamw" tells what
-changes when you switch. Of checkpoints it compares the groups' numbers, names, dtypes, shapes, step counts and state.
-"""
+"""Compare two checkpoints: the groups' numbers, parameters' names, dtypes, shapes, step counts and state."""
 
 from __future__ import annotations
 
 import argparse
-import inspect
 import itertools
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,77 +11,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import compiled_optim as co
 from compiled_optim.command_line.parts.checkpoints import Checkpoint, checkpoint_argument, numbers, parameters, read
 from compiled_optim.command_line.parts.output import findings, show, table, text
 
-_TORCH = "torch."
 _ABSENT = "absent"
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
-    parser.add_argument("a", metavar="A", help="an optimizer's name, or a file")
+    parser.add_argument("a", metavar="A", help="a file or folder with an optimizer's state")
     parser.add_argument("b", metavar="B", help="another one")
     checkpoint_argument(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Show the differences. Return 1 if there are any."""
-    paths = [Path(name) for name in (options.a, options.b)]
-    are_files = [os.path.exists(path) for path in paths]
-    if any(are_files) and not all(are_files):
-        raise ValueError(f"{paths[are_files.index(False)]} is not a file, but {paths[are_files.index(True)]} is")
-    if any(len(path.parts) > 1 for path in paths) and not all(are_files):
-        raise FileNotFoundError(f"there is no file {paths[are_files.index(False)]}")
-    if all(are_files):
-        records = _files(*(read(path, options.key) for path in paths))
-        drawn = lambda: _drawn_files(options.a, options.b, records)  # noqa: E731
-    else:
-        records = _names(options.a, options.b)
-        drawn = lambda: _drawn_names(options.a, options.b, records)  # noqa: E731
-    show(options, records, drawn)
-    return 1 if any(value for value in records.values()) else 0
+    records = _compared(*(read(Path(name), options.key) for name in (options.a, options.b)))
+    show(options, records, lambda: _drawn(options.a, options.b, records))
+    return 1 if any(records.values()) else 0
 
 
-def _names(a: str, b: str) -> dict[str, Any]:
-    first, second = map(_defaults, (a, b))
-    both = [name for name in first if name in second]
-    return {
-        "defaults": {name: [first[name], second[name]] for name in both if first[name] != second[name]},
-        "only_a": {name: value for name, value in first.items() if name not in second},
-        "only_b": {name: value for name, value in second.items() if name not in first},
-    }
-
-
-def _defaults(name: str) -> dict[str, str]:
-    """Return the arguments of an optimizer with the ``repr`` of their defaults."""
-    if name.lower().startswith(_TORCH):
-        wanted = name.rpartition(".")[2].lower()
-        kinds = {n.lower(): k for n, k in vars(torch.optim).items() if isinstance(k, type) and n != "Optimizer"}
-        if wanted not in kinds:
-            raise ValueError(f"torch.optim has no {wanted!r}")
-        pairs = [(p.name, p.default) for p in inspect.signature(kinds[wanted]).parameters.values() if p.name != "params"]
-    else:
-        pairs = [(argument.name, argument.default) for argument in co.optimizer_info(name).arguments]
-    return {name: "required" if value is inspect.Parameter.empty else repr(value) for name, value in pairs}
-
-
-def _drawn_names(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
-    from rich.text import Text
-
-    if records["defaults"]:
-        rows = [(name, *values) for name, values in records["defaults"].items()]
-        yield table({"default of": "bold", a: "red", b: "green"}, rows)
-    for name, key, style in ((a, "only_a", "red"), (b, "only_b", "green")):
-        if records[key]:
-            listed = ", ".join(f"{argument}={value}" for argument, value in records[key].items())
-            yield Text.assemble((f"only {name}: ", f"bold {style}"), listed)
-    if not records["defaults"]:
-        yield Text("equal defaults of all arguments that both have", style="green")
-
-
-def _files(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
+def _compared(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
     groups = [[numbers(group) for group in checkpoint.content["param_groups"]] for checkpoint in (a, b)]
     differing: dict[str, Any] = {}
     for index in range(max(map(len, groups))):
@@ -200,7 +144,7 @@ def _difference(x: Tensor, y: Tensor) -> Iterator[dict[str, Any]]:
         yield {"what": dtypes or "numbers", "max": largest}
 
 
-def _drawn_files(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
+def _drawn(a: str, b: str, records: Mapping[str, Any]) -> Iterator[Any]:
     from rich.text import Text
 
     if records["groups"]:

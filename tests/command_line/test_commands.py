@@ -1,4 +1,4 @@
-"""list, diff of names, lowering, explain and doctor: what they find, and how it looks in 80 columns."""
+"""list, lowering, explain and doctor: what they find, and how it looks in 80 columns."""
 
 from __future__ import annotations
 
@@ -95,35 +95,6 @@ weights= and state_dtype=.""",
         assert "betas           (0.9, 0.99)" in text or "(0.9, 0.99)" in text
         assert "``" not in text
         assert "bfloat16" in text
-
-
-class TestDiff:
-    def test_adam_and_adamw(self, told: Any) -> None:
-        assert told("diff", "adam", "adamw") == (
-            1,
-            {
-                "defaults": {"weight_decay": ["0.0", "0.01"]},
-                "only_a": {"decoupled_weight_decay": "False", "decouple_wd": "None"},
-                "only_b": {},
-            },
-        )
-
-    def test_torch_has_no_other_default(self, told: Any) -> None:
-        _, records = told("diff", "torch.AdamW", "adamw")
-        assert records["defaults"] == records["only_a"] == {}
-        assert "weights" in records["only_b"]
-
-    def test_picture(self, drawn: Any) -> None:
-        assert_expected_inline(
-            in_ascii(drawn("diff", "adam", "adamw")[1]),
-            """\
-
- default of    adam  adamw
- -------------------------
- weight_decay  0.0   0.01
-
-only adam: decoupled_weight_decay=False, decouple_wd=None""",
-        )
 
 
 class TestLowering:

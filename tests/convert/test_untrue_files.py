@@ -277,7 +277,6 @@ def test_what_is_no_regular_file(
         ["inspect", path],
         ["convert", path, "o.pt", "--to", "torch"],
         ["diff", path, "good.pt"],
-        ["explain", path],
     ):
         assert main([*map(str, arguments)]) == 2
         message = capsys.readouterr().err
