@@ -373,9 +373,8 @@ def test_ratios_are_left_out_where_there_is_nothing_of_this_package() -> None:
 
 def test_where_every_way_fails_the_rows_say_so() -> None:
     ways = {name: lambda: Call(_fail) for name in ("own", "other")}
-    rows = [
-        row for rows in measured(Table("loops", "tiny", "step", reference="own"), ways, CPU, rounds=2, warmup=0) for row in rows
-    ]
+    table = Table("loops", "tiny", "step", reference="own")
+    rows = [row for rows in measured(table, ways, CPU, rounds=2, warmup=0) for row in rows]
     assert [row.competitor for row in rows if "illegal" in row.metric] == ["own", "other"]
     assert len(rows) == 2
 
