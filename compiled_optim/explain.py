@@ -23,7 +23,7 @@ from compiled_optim.rule.declared import Declared, rule_name
 from compiled_optim.rule.fields import Hyper, Scale
 from compiled_optim.rule.rule import RULE, WHY, ByName
 from compiled_optim.rule.storage import PARTS
-from compiled_optim.state import has_own_entries
+from compiled_optim.state import has_declared_entries
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.health import Finding
 
@@ -244,7 +244,7 @@ def _unfit(placed: _Placed, role: str, is_shared: bool) -> Iterator[tuple[str, s
     param, kind = placed.param, placed.group.kind
     if is_shared:
         yield "shared", "two optimizers update it"
-    if not param.requires_grad and has_own_entries(kind._declaration, placed.group.engine.state.get(param, {})):
+    if not param.requires_grad and has_declared_entries(kind._declaration, placed.group.engine.state.get(param, {})):
         yield "frozen", "it requires no gradient, but has state"
     if is_lazy(param):
         return

@@ -289,11 +289,11 @@ class GradientRelease:
     def _flush(self, engine: Engine, *, ended: bool = False) -> None:
         """Update the waiting parameters and free their gradients. After an error they still wait."""
         refuse_whole(_WHERE, engine.assigned)
-        places = engine.current().places
-        waiting = [(param, stream) for at, (param, stream) in self._waiting.items() if at in places]
-        grads: list[Tensor | None] = [None] * len(places)
+        indices = engine.current().indices
+        waiting = [(param, stream) for key, (param, stream) in self._waiting.items() if key in indices]
+        grads: list[Tensor | None] = [None] * len(indices)
         for param, _ in waiting:
-            grads[places[id(param)]] = param.grad
+            grads[indices[id(param)]] = param.grad
         if any(grad is not None for grad in grads):
             with self._after_streams(waiting, stay=ended):
                 engine.update(grads, goes_on=self._has_begun)
