@@ -100,7 +100,7 @@ class CUDAGraphRunner:
 
         Raises:
             TypeError: the runner holds a whole training step.
-            RuntimeError: the runner was released, or needs more captures than ``recaptures`` allows; the message names the change.
+            RuntimeError: the runner was released, or needs more captures than ``recaptures`` allows; naming the change.
             RecompileError: the graph is stale inside ``no_recompiles``. The step was not taken.
         """
         run = self._alive()
