@@ -108,7 +108,7 @@ class _Group(NamedTuple):
 
     optimizer: int
     engine: Engine
-    index: int
+    group_index: int
     kind: type[Declared]
     entries: dict[str, Any]
     settings: dict[str, Any]  # which distinguish groups
@@ -195,11 +195,11 @@ def _number(value: Any) -> Any:
 def _grouped(group: _Group) -> Iterator[_Grouped]:
     entries, kind, scales = group.entries, group.kind, group.kind._fields_of(Scale)
     by_short_name = ignores_prefixes(scales, group.engine.groups)
-    for position, (name, param) in enumerate(zip(parameter_names(entries, group.index), entries["params"], strict=True)):
+    for position, (name, param) in enumerate(zip(parameter_names(entries, group.group_index), entries["params"], strict=True)):
         choices, factors = {}, []
         if not is_lazy(param):
-            choices = choices_of(kind._declaration.options, entries, group.index, position)
-            factors = [number_of(s, entries, group.index, position, by_short_name=by_short_name) for s in scales]
+            choices = choices_of(kind._declaration.options, entries, group.group_index, position)
+            factors = [number_of(s, entries, group.group_index, position, by_short_name=by_short_name) for s in scales]
             if kind._lr_ratio is not None and param.dim() > 1 and param.numel():
                 factors.append(ByName(kind._lr_ratio)({**entries, "shape": param.shape}))
         matched = [pattern for pattern in group.patterns if matches(pattern, [name])]
@@ -229,7 +229,7 @@ def _record(name: str, aliases: Sequence[str], param: Tensor, grouped: _Grouped 
         record["matrices"].append(shape[-1])
     return record | {
         "optimizer": group.optimizer,
-        "group": group.index,
+        "group": group.group_index,
         "rule": rule_name(kind),
         "lr": lr * grouped.factor if isinstance(lr, (float, int)) else lr and str(lr),
         "weight_decay": str(decay) if isinstance(decay, str) else decay,
@@ -282,8 +282,8 @@ def _of_groups(groups: Sequence[_Group]) -> Iterator[Finding]:
             alike = [group for group in filled if group.settings == filled[0].settings]
             filled = [group for group in filled if group.settings != alike[0].settings]
             if len(alike) > 1:
-                which = first_three([f"param_groups[{group.index}]" for group in alike])
-                names = (name for group in alike for name in parameter_names(group.entries, group.index))
+                which = first_three([f"param_groups[{group.group_index}]" for group in alike])
+                names = (name for group in alike for name in parameter_names(group.entries, group.group_index))
                 yield Finding("groups", tuple(names), f"{which} of {name} have equal settings, and could be one group")
 
 

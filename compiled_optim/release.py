@@ -313,16 +313,16 @@ class GradientRelease:
         streams |= {param.device: stream for param, stream in waiting if stream is not None}
         with contextlib.ExitStack() as stack:
             for device, stream in streams.items():
-                chosen: Any = _current_stream(device) if stay else stream
-                stack.enter_context(torch.cuda.stream(chosen))
+                target: Any = _current_stream(device) if stay else stream
+                stack.enter_context(torch.cuda.stream(target))
                 origins = [origin for param, origin in waiting if param.device == device]
                 for other in (*origins, self._last.get(device)):
-                    if other is not None and other != chosen:
-                        chosen.wait_stream(other)
+                    if other is not None and other != target:
+                        target.wait_stream(other)
                 for param, origin in waiting:
-                    if param.device == device and origin != chosen and param.grad is not None:
-                        local(param.grad).record_stream(chosen)
-                self._last[device] = chosen
+                    if param.device == device and origin != target and param.grad is not None:
+                        local(param.grad).record_stream(target)
+                self._last[device] = target
             yield
 
 
