@@ -195,11 +195,11 @@ def _number(value: Any) -> Any:
 def _grouped(group: _Group) -> Iterator[_Grouped]:
     entries, kind, scales = group.entries, group.kind, group.kind._fields_of(Scale)
     by_short_name = ignores_prefixes(scales, group.engine.groups)
-    for position, (name, param) in enumerate(zip(parameter_names(entries, group.group_index), entries["params"], strict=True)):
+    for index, (name, param) in enumerate(zip(parameter_names(entries, group.group_index), entries["params"], strict=True)):
         choices, factors = {}, []
         if not is_lazy(param):
-            choices = choices_of(kind._declaration.options, entries, group.group_index, position)
-            factors = [number_of(s, entries, group.group_index, position, by_short_name=by_short_name) for s in scales]
+            choices = choices_of(kind._declaration.options, entries, group.group_index, index)
+            factors = [number_of(s, entries, group.group_index, index, by_short_name=by_short_name) for s in scales]
             if kind._lr_ratio is not None and param.dim() > 1 and param.numel():
                 factors.append(ByName(kind._lr_ratio)({**entries, "shape": param.shape}))
         matched = [pattern for pattern in group.patterns if matches(pattern, [name])]

@@ -324,10 +324,9 @@ class Engine:
         self._named = [list(zip(*pair, strict=False)) for pair in pairs]
 
     def _follow_names(self, group: ParamGroup, index: int) -> None:
-        """Update ``param_names`` if only ``params`` was edited: parameters keep their names.
+        """Let parameters keep their names where only ``params`` was edited; a new one takes the name at its index.
 
-        A new parameter takes the name at its index if it has the shape of the old one, or if the group has as many
-        parameters as before.
+        It does if it has the shape of the old one, or if the group has as many parameters as before.
         """
         params, names = group["params"], group.get("param_names")
         noted = self._named[index] if index < len(self._named) else []
