@@ -123,7 +123,7 @@ class _Grouped(NamedTuple):
     param: Tensor
     group: _Group
     patterns: list[str]  # those of the group that match it
-    choices: dict[str, Any]  # by name: those of the group's options for it
+    choices: dict[str, Any]  # from the group's options, by name
     factor: float  # of ``lr``
 
 

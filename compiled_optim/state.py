@@ -1,4 +1,4 @@
-"""The optimizer's state: the entries of each parameter, how they start, what they must be, and how they are stored.
+"""The optimizer's state: the entries of each parameter, their initial values, checks and storage.
 
 A buffer is stored in floating point, or in codes of 8 bits with a scale for each group of elements; groups follow one
 another in the order of memory of the codes. A weight of 16 bits may have one entry more, for the bits that its dtype lacks.
@@ -402,9 +402,9 @@ def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
 
 
 def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
-    """Return the name of the entry that holds the buffer ``field``, or None; the plain one before that of the codes.
+    """Return the name of the entry that holds the buffer ``field``, or None; the plain name if both entries exist.
 
-    The plain one may hold codes too: those of old checkpoints are there.
+    The plain entry may hold codes too, as in old checkpoints.
     """
     if field.name in entries:
         return field.name

@@ -133,7 +133,7 @@ class Looks:
 
     def _rate(self, group: ParamGroup) -> Tensor:
         rate = group.read_only("lr")[0].detach() if "lr" in group else self._one
-        return rate if rate.device == self._table.device else self._one  # elsewhere, it would have to be waited for
+        return rate if rate.device == self._table.device else self._one  # one on another device would need a wait
 
 
 class KernelLooks:

@@ -35,7 +35,7 @@ class Step:
 
     Args:
         kind: the optimizer's class.
-        groups: its groups; one may be listed again.
+        groups: its groups; one may be listed twice.
         changes: where groups and state report writes.
     """
 
@@ -52,7 +52,7 @@ class Step:
         self.indices = {id(param): index for index, param in enumerate(self.params)}  # in `params`, by id
         self.live = [g.for_compiled_code[0] for g in distinct]
         self.vectors = [g.for_compiled_code[1] for g in distinct]
-        self.is_recorded = False  # whether a runner captures steps now, so that they are not taken
+        self.is_recorded = False  # whether a runner captures steps now, which does not take them
         self.is_in_user_graph = False  # whether a graph that a user captured, without a runner, reads its memory
         self._made_of = self._shapes()
 
@@ -76,7 +76,7 @@ class Step:
         return not self.changes.pending and self._shapes() == self._made_of
 
     def _shapes(self) -> list[tuple[Any, ...]]:
-        """Return the facts that can change without a report: identity and length of groups, hyperparameters set to 0."""
+        """Return the facts that can change without a report: identity and length of groups, hyperparameters that are 0."""
         lengths = [(id(group), len(dict.get(group, "params", ()))) for group in self._groups]
         groups = [group for group in self._groups if isinstance(group, ParamGroup)]
         return [*lengths, *[(g.nonzero(key),) for g in groups for key in g.kind._declaration.structural_hypers]]
