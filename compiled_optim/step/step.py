@@ -188,7 +188,7 @@ class AccumulatedSteps:
     def __init__(self) -> None:
         self.was_on = False  # in any step so far; from then on the rule is another one
         self.is_on = False  # whether the next gradients are not the last ones of their step
-        self._open: set[int] = set()  # ids of these parameters, all of which the optimizer has
+        self._open: set[int] = set()  # ids of these parameters, which the optimizer keeps alive
 
     def rule(self, kind: type[Declared]) -> Rule:
         """Return the rule of steps of ``kind``: with accumulation once that was on."""
