@@ -6,7 +6,7 @@ The parts are floors of a house: a module imports only from its own floor and fr
     command_line/        the commands of compiled-optim, a module each
     convert/             files of optimizer state in the forms of other packages, converted without the model
     switch/              optimizers by name; the optimizer of another library in the middle of training, continued
-    simulated/           a step on a GPU that is not there: kernels, launches, registers
+    simulated/           a step on a simulated GPU: kernels, launches, registers
     capture/             training steps as CUDA graphs
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
@@ -131,15 +131,15 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # to type checkers, every name would be one of the module
+if not TYPE_CHECKING:  # else, to type checkers, the module would have every name
 
     def __getattr__(name: str) -> Any:
-        """An optimizer, or ``mup``, imported when it is asked for: few programs use many, and each takes time to be made."""
+        """Import an optimizer, or ``mup``, at its first use: few programs use many, and each takes time to be defined."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        found = importlib.import_module("compiled_optim.optimizers.mup") if name == "mup" else named(name)[1]
-        globals()[name] = found
-        return found
+        value = importlib.import_module("compiled_optim.optimizers.mup") if name == "mup" else named(name)[1]
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,4 @@
-"""What is chosen for the parameters of a model by their names: groups for an optimizer, and dtypes."""
+"""Choices for the parameters of a model by their names: groups for an optimizer, and dtypes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Model: TypeAlias = nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Key: TypeAlias = str | type[nn.Module]
 _CALLED_A_WEIGHT = re.compile(r"(weight|kernel|proj|attn|(^|[._])w\d*(_|$))[^.]*$|\.parametrizations\.[^.]*weight[^.]*\.")
-_HEADS = ("lm_head", "head", "output", "classifier", "fc", "score")  # what models call the linear map that comes last
+_HEADS = ("lm_head", "head", "output", "classifier", "fc", "score")  # names in models of the last linear map
 
 
 class Listed(NamedTuple):
@@ -28,7 +28,7 @@ class Listed(NamedTuple):
 
 
 def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Parameter groups by name, for an optimizer of this package or of torch.optim.
+    """Return parameter groups by name, for an optimizer of this package or of torch.optim.
 
     ``co.AdamW(co.param_groups(model, {"*.bias|*norm*": dict(weight_decay=0), "embed.*": dict(lr=1e-4)}), lr=1e-3)``
 
@@ -43,10 +43,10 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
 
     Returns:
         The groups in the order of their patterns, with ``(name, parameter)`` pairs in the order of the model. Frozen
-        parameters are there too. A tied one is there once, under its first name; any of its names may match.
+        parameters are included. A tied one appears once, under its first name; any of its names may match.
 
     Raises:
-        TypeError: something is not of the type that is said here.
+        TypeError: an argument has another type than described here.
         ValueError: a pattern matches no parameter, two match the same one, or options hold ``params``.
     """
     listed = listed_parameters(model)
@@ -60,14 +60,14 @@ def param_groups(model: Model, patterns: Mapping[str, Mapping[str, Any]]) -> lis
             raise ValueError(f"the options of the pattern {pattern!r} hold '{min(taken)}', which comes from the model")
     chosen = first_matches(list(patterns), listed, lambda pattern, entry: matches(pattern, entry.names), "parameter")
     groups: dict[Any, dict[str, Any]] = {pattern: {"params": [], **options} for pattern, options in patterns.items()}
-    groups[None] = {"params": []}  # the rest
+    groups[None] = {"params": []}  # parameters that match no pattern
     for name, entry in listed.items():
         groups[chosen.get(name)]["params"].append((name, entry.tensor))
     return [group for group in groups.values() if group["params"]]
 
 
 def listed_parameters(model: Model) -> dict[str, Listed]:
-    """The parameters of ``model`` by first name, each tensor once; ``TypeError`` where it is no :data:`Model`."""
+    """Return the parameters of ``model`` by first name, each tensor once; ``TypeError`` if it is no :data:`Model`."""
     if isinstance(model, nn.Module):
         model = model.named_parameters(remove_duplicate=False)
     names, tensors = names_and_tensors(model, "model")
@@ -79,7 +79,7 @@ def listed_parameters(model: Model) -> dict[str, Listed]:
 
 
 def roles(model: nn.Module) -> dict[int, str]:
-    """What the weights of ``model`` are, by the ``id`` of each, as far as types and order of modules tell.
+    """Return the roles of the weights of ``model``, by ``id``, as inferred from types and order of modules.
 
     ``"embedding"``; ``"head"``, the last linear map onto as many numbers as an embedding has rows, and the last one of all
     if it is called as heads are; ``"linear"``, any other one; ``"depthwise"``, a convolution's filters for one channel each;
@@ -95,15 +95,15 @@ def roles(model: nn.Module) -> dict[int, str]:
     for name, param in model.named_parameters(remove_duplicate=False):
         if not is_lazy(param) and param.dim() == 2:
             named.setdefault(id(param), []).append(name)
-    found = {key: "bare" for key, names in named.items() if not any(map(_CALLED_A_WEIGHT.search, names))}
-    found |= {id(module.weight): "linear" for module in linear.values()}
+    result = {key: "bare" for key, names in named.items() if not any(map(_CALLED_A_WEIGHT.search, names))}
+    result |= {id(module.weight): "linear" for module in linear.values()}
     onto_rows = [name for name, module in linear.items() if module.out_features in sizes]
     last = [name for name in [*linear][-1:] if name.rpartition(".")[2] in _HEADS]
-    found |= {id(linear[name].weight): "head" for name in (*onto_rows[-1:], *last)}
+    result |= {id(linear[name].weight): "head" for name in (*onto_rows[-1:], *last)}
     for module in modules.values():
         if isinstance(module, nn.modules.conv._ConvNd):
-            found[id(module.weight)] = "depthwise" if module.groups == module.in_channels > 1 else "convolution"
-    return found | {id(table.weight): "embedding" for table in tables}
+            result[id(module.weight)] = "depthwise" if module.groups == module.in_channels > 1 else "convolution"
+    return result | {id(table.weight): "embedding" for table in tables}
 
 
 def to_low_precision(
@@ -130,7 +130,7 @@ def to_low_precision(
         The model.
 
     Raises:
-        TypeError: something is not of the type that is said here, or a dtype is none of floating-point numbers.
+        TypeError: an argument has another type than described here, or a dtype is not floating-point.
         ValueError: a key matches nothing, or two with different dtypes match the same.
     """
     if not isinstance(model, nn.Module):
@@ -165,26 +165,26 @@ def to_low_precision(
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The parameters and buffers of ``module``, under all of their names."""
+    """Yield the parameters and buffers of ``module``, under all of their names."""
     for prefix, each in module.named_modules(remove_duplicate=False):
-        for name, tensor in (*each._parameters.items(), *each._buffers.items()):  # a module may list others, or fewer
+        for name, tensor in (*each._parameters.items(), *each._buffers.items()):  # its methods may list others, or fewer
             if tensor is not None:
                 yield f"{prefix}.{name}".removeprefix("."), tensor
 
 
 def _by_first_name(entries: Iterable[tuple[str, Tensor]]) -> dict[str, Listed]:
-    found: dict[int, Listed] = {}
+    by_id: dict[int, Listed] = {}
     for name, tensor in entries:
-        found.setdefault(id(tensor), Listed(tensor, [])).names.append(name)
+        by_id.setdefault(id(tensor), Listed(tensor, [])).names.append(name)
     listed: dict[str, Listed] = {}
-    for entry in found.values():
+    for entry in by_id.values():
         if listed.setdefault(entry.names[0], entry) is not entry:
             raise ValueError(f"two parameters are named '{entry.names[0]}'")
     return listed
 
 
 def _dtypes_by_key(keep: Any) -> dict[Key, torch.dtype | None]:
-    """What ``keep`` says, as a dict from key to dtype; None for what stays."""
+    """Return ``keep`` as a dict from key to dtype; None keeps the tensors' dtype."""
     if isinstance(keep, (str, type)):
         keep = (keep,)
     if not isinstance(keep, Iterable):

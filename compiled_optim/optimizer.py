@@ -53,7 +53,7 @@ R = TypeVar("R")
 
 
 def _of_engine(name: str, meaning: str) -> Any:
-    """An attribute of an optimizer that its engine has under ``name``."""
+    """Return a property that reads and writes the engine's attribute ``name``."""
     return property(
         lambda self: getattr(self._engine, name), lambda self, value: setattr(self._engine, name, value), None, meaning
     )
@@ -91,7 +91,7 @@ class CompiledOptimizer(Declared, Optimizer):
             it. The function is called when groups change. Checkpoints do not hold the factors.
         stacks: patterns of names, such as ``("*experts*",)``, per group, for optimizers that work on matrices. A matching
             parameter of shape ``(..., m, n)`` is a stack of matrices ``(m, n)``, each updated by itself. Any other one that
-            is no matrix is refused: nobody but you knows which of its axes are experts, heads or a filter's.
+            is no matrix is refused: only you know which of its axes are experts, heads or a filter's.
         split: a dict that splits matrices along their rows, per group, for optimizers that work on matrices. Of a fused
             projection, each part is updated by itself: ``{"*qkv*": 3}`` means three equal parts, and ``{"*qkv*": (768, 256,
             256)}`` parts of so many rows. ``{"*q_proj*": 12}`` is for twelve heads.
@@ -119,8 +119,8 @@ class CompiledOptimizer(Declared, Optimizer):
             torch operations. ``"auto"``: the fastest one for the device.
 
     Groups in ``param_groups`` hold the numbers that you gave. Steps read 0-dim tensors, which :meth:`hyperparameter`
-    returns; they are float64 where the device supports it. The next step uses what you assign to a group, or write into such
-    a tensor. Every parameter that requires a gradient has its state from construction on.
+    returns; they are float64 where the device supports it. The next step uses a value that you assign to a group or write
+    into such a tensor. Every parameter that requires a gradient has its state from construction on.
 
     Raises:
         TypeError: something is not a tensor, a number or a known argument.
@@ -159,8 +159,8 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @outside_dynamo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        made = {s.name: s.default for s in self._fields_of(Static) if not s.init}
-        options = built_in_entries(type(self), {**made, **self._arguments(args, kwargs)})
+        statics = {s.name: s.default for s in self._fields_of(Static) if not s.init}
+        options = built_in_entries(type(self), {**statics, **self._arguments(args, kwargs)})
         params = options.pop("params")
         for choice in self._fields_of(Choice):
             choice.check(options[choice.name])
@@ -170,7 +170,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._begin(options["lowering"])
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
-        defaults, self._engine.given = _as_defaults(type(self), options)
+        defaults, self._engine.tensor_defaults = _as_defaults(type(self), options)
         groups = as_groups(params)
         for hyper in (h for h in self._fields_of(Hyper) if h.when and h.name in defaults):
             if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
@@ -181,7 +181,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._engine.renew()
 
     def _begin(self, lowering: str) -> None:
-        """Empty the engine. An optimizer that is unpickled in place keeps its engine, for whose lock threads may wait."""
+        """Empty the engine. An optimizer that is unpickled in place keeps it, since threads may wait for its lock."""
         self._engine: Engine = vars(self).setdefault("_engine", Engine(self._step_class))
         self._engine.begin(type(self), lowering)
 
@@ -217,8 +217,8 @@ class CompiledOptimizer(Declared, Optimizer):
 
         Raises:
             TypeError: ``closure`` cannot be called, a gradient is sparse where the optimizer takes dense ones, or the other
-                way round, or what was assigned since the last step is of a wrong type. No error of a step changes anything.
-            ValueError: what was assigned since the last step is out of range or does not fit, such as ``max_grad_norm``.
+                way round, or a value assigned since the last step has a wrong type. No error of a step changes anything.
+            ValueError: a value assigned since the last step is out of range or does not fit, such as ``max_grad_norm``.
             RecompileError: something would be compiled again inside ``no_recompiles``.
             RuntimeError: a CUDA graph is being captured, and this step cannot be part of one.
         """
@@ -248,14 +248,14 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @staticmethod
     def profile_hook_step(func: Callable[P, R]) -> Callable[P, R]:
-        """As torch's, which tells profilers and hooks of a step; at less cost where there are none."""
-        telling = Optimizer.profile_hook_step(func)
+        """Wrap a step as torch does, so that profilers and hooks see it; at less cost where there are none."""
+        observed = Optimizer.profile_hook_step(func)
 
         @functools.wraps(func)
         def step(*args: P.args, **kwargs: P.kwargs) -> R:
             stepped: Any = args[0]
             if has_hooks(stepped) if torch.compiler.is_dynamo_compiling() else is_observed(stepped):
-                return telling(*args, **kwargs)
+                return observed(*args, **kwargs)
             return func(*args, **kwargs)
 
         return step
@@ -290,7 +290,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @property
     def optimizer_accumulation(self) -> bool:
-        """Whether :meth:`step` only adds gradients to the state, as in AdamA; the next call with False moves the parameters.
+        """True if :meth:`step` only adds gradients to the state, as in AdamA; the next call with False moves the parameters.
 
         One step then takes the gradients of several micro-batches, and no gradient need be kept (arXiv:2305.19982)::
 
@@ -349,7 +349,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """How many steps ``skip_nonfinite`` or a gradient scaler skipped: a 0-dim tensor, on the device."""
+        """The number of steps that ``skip_nonfinite`` or a gradient scaler skipped: a 0-dim tensor, on the device."""
         clipping = self._engine.clipping
         return clipping.outcome(clipping.device)[2]
 
@@ -365,7 +365,7 @@ class CompiledOptimizer(Declared, Optimizer):
             return check_numerics(self._engine)
 
     def as_module(self) -> StepModule:
-        """The step as a module, for training steps that torch compiles into a file; see ``tools/recipes/kept_step.py``.
+        """Return the step as a module, for training steps that torch compiles to a file; see ``tools/recipes/kept_step.py``.
 
         Its buffers are the optimizer's live tensors: state, step counts, hyperparameters and constants. They are named by
         parameter or group, such as ``exp_avg/0-weight`` and ``lr/0/0``. ``forward(params, grads)`` is the step, for code
@@ -379,7 +379,7 @@ class CompiledOptimizer(Declared, Optimizer):
         return StepModule(self._engine)
 
     def watch_health(self, on: bool = True) -> None:
-        """Let further steps note what they do to a few elements of each parameter, for :meth:`health`; or no longer.
+        """Let further steps record how they change a few elements of each parameter, for :meth:`health`; False ends that.
 
         Steps with gradient release and of several micro-batches are not watched. In a function that you compile, a watched
         step is a custom operator. Graphs are captured again. ``NotImplementedError`` if steps need a closure.
@@ -395,7 +395,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """Report, by name, which parameters do not train as they should. It changes nothing, and waits for the device.
 
         Call :meth:`watch_health` first, and a few steps later this: before gradients are dropped, since zeros are reported
-        of parameters whose present gradient is 0 too. ``least_steps`` is for how many steps something must have been so.
+        of parameters whose present gradient is 0 too. A problem is reported once it lasted ``least_steps`` steps.
         ``NotImplementedError`` if steps need a closure.
         """
         with self._engine.lock:
@@ -411,7 +411,7 @@ class CompiledOptimizer(Declared, Optimizer):
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.
 
         A CUDA graph then follows the schedule without the host: ``opt.schedule(lr=lambda step: 0.1 * 0.99**step)``. The step
-        writes the value into the group's tensor before it reads it, and so overrides what was assigned.
+        writes the value into the group's tensor before it reads it, and so overrides assigned values.
 
         Args:
             group: the index of a group; None for all groups.
@@ -428,7 +428,7 @@ class CompiledOptimizer(Declared, Optimizer):
         engine = self._engine
         engine.current()
         groups, schedules = engine.distinct_groups, engine.schedules.copy()
-        indices = [*range(len(groups))] if group is None else [engine.place_of(group)]
+        indices = [*range(len(groups))] if group is None else [engine.index_of(group)]
         fields = {index: {h.name: h for h in groups[index].kind._fields_of(Hyper)} for index in indices}
         if unknown := functions.keys() - {name for hypers in fields.values() for name in hypers}:
             kind = type(self) if group is None else groups[indices[0]].kind
@@ -454,9 +454,9 @@ class CompiledOptimizer(Declared, Optimizer):
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]: ...
 
     def hyperparameter(self, name: str, group: int = 0) -> Tensor | tuple[Tensor, ...]:
-        """The live tensor, or tuple of tensors, from which steps read ``param_groups[group][name]``. It can be traced.
+        """Return the live tensor, or tuple of tensors, from which steps read ``param_groups[group][name]``. Traceable.
 
-        Its address stays, except if you gave the tensor yourself and then assign another value to the group. Write into it
+        Its address stays, except if you passed the tensor yourself and then assign another value to the group. Write into it
         outside of compiled code: torch 2.13 loses in-place writes to 0-dim float64 CPU tensors there. A write that does not
         count up the tensor's version, as through ``.data``, reaches the steps, but the group shows it on a CPU only.
 
@@ -481,15 +481,15 @@ class CompiledOptimizer(Declared, Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self._engine.groups = groups
 
-    defaults = _of_engine("defaults", "The constructor's values. A group takes from them what it does not set itself.")
-    _opt_called = _of_engine("is_called", "Whether a step was taken. torch's schedulers read this.")
+    defaults = _of_engine("defaults", "The constructor's values. A group takes them for entries that it does not set.")
+    _opt_called = _of_engine("is_called", "True if a step was taken. torch's schedulers read this.")
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
         """A mapping from each parameter to its state, a mapping of tensors by name. Any mapping of mappings can be assigned.
 
-        Hooks and wrappers may keep anything under other names in a parameter's state, and under keys that are no tensors. It
-        is saved, loaded, copied and pickled with the rest.
+        Hooks and wrappers may keep anything under other names in a parameter's state, and under keys that are no tensors.
+        All of it is saved, loaded, copied and pickled.
         """
         changes = self._engine.changes
         if not changes.is_state_handed_out:
@@ -501,20 +501,20 @@ class CompiledOptimizer(Declared, Optimizer):
         self._engine.replace_state(values)
 
     def __repr__(self) -> str:
-        """As torch.optim's, and how steps run and the numbers of groups are stored."""
+        """Return torch.optim's text, with the lowering, and the dtype and device of the groups' numbers."""
         devices = dict.fromkeys(scalars_device(g["params"]) for g in self.param_groups)
         stored = " and ".join(f"{str(scalar_dtype(d)).removeprefix('torch.')} scalars on {d}" for d in devices)
         lowering = self._engine.step.name if self._engine.step else self._engine.lowering
         return super().__repr__().replace("(\n", f"({lowering} lowering, numbers are {stored}\n", 1)
 
     def hyperparameters(self) -> list[dict[str, Any]]:
-        """The hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
+        """Return the hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
         self._engine.current()
         return [group.floats() for group in self._engine.distinct_groups]
 
     @outside_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's state in torch.optim's layout, with ``param_names`` where the parameters have names.
+        """Return the optimizer's state in torch.optim's layout, with ``param_names`` where the parameters have names.
 
         Hyperparameters are Python numbers. Step counts and other scalars are copies on the CPU. Other state tensors are the
         live ones, as in torch.optim: keep their values with ``copy.deepcopy``. ``foreach`` and such have defaults.
@@ -585,20 +585,20 @@ class CompiledOptimizer(Declared, Optimizer):
         engine = self._engine
         engine.accumulated.check_ended("copied")
         unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
-        own = {name: getattr(engine, name) for name in ("lowering", "aliases", "is_watching")}
-        own |= {name: engine.assigned[name] for name in CHOSEN}
-        own["rules"] = {key: entries.rule for key, entries in engine.state.items() if isinstance(entries, ParamState)}
-        return {**super().__getstate__(), **own, "schedules": engine.schedules.functions, "unshown": unshown}
+        attributes = {name: getattr(engine, name) for name in ("lowering", "aliases", "is_watching")}
+        attributes |= {name: engine.assigned[name] for name in CHOSEN}
+        attributes["rules"] = {key: entries.rule for key, entries in engine.state.items() if isinstance(entries, ParamState)}
+        return {**super().__getstate__(), **attributes, "schedules": engine.schedules.functions, "unshown": unshown}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         before, state = vars(self).get("_engine"), dict(state)
         values: dict[str, Any] = {"lowering": "auto", "aliases": {}, "schedules": {}, "unshown": (), "rules": {}}
         values |= {"max_grad_norm": None, "skip_nonfinite": False, "is_watching": False, "defaults": {}}
         if before is not None:
-            kept = ("lowering", "aliases", "is_watching", "defaults")
-            values |= {name: getattr(before, name) for name in kept} | before.assigned
+            names = ("lowering", "aliases", "is_watching", "defaults")
+            values |= {name: getattr(before, name) for name in names} | before.assigned
             values["schedules"] = before.schedules.functions
-            state = {"param_groups": before.groups, "state": before.state, **state}  # a part of it leaves the rest
+            state = {"param_groups": before.groups, "state": before.state, **state}  # which may be a part of it
         values |= {name: state.pop(name) for name in [*values] if name in state}
         groups, entries = state.pop("param_groups"), state.pop("state")
         self._begin(values["lowering"])
@@ -614,7 +614,7 @@ class CompiledOptimizer(Declared, Optimizer):
 
 
 def _assigned(name: str, meaning: str) -> Any:
-    """An attribute that the engine keeps."""
+    """Return a property that reads, assigns and deletes ``name`` in the engine's ``assigned``."""
 
     def read(self: CompiledOptimizer) -> Any:
         try:
@@ -630,19 +630,19 @@ def _assigned(name: str, meaning: str) -> Any:
 for _name, _meaning in {
     "max_grad_norm": "The norm to which a step clips all gradients together, as a number or a 0-dim tensor, or None.",
     "grad_scale": "The factor by which a gradient scaler scaled the loss. The scaler sets it for its step and deletes it.",
-    "found_inf": "Whether a gradient scaler found an infinite gradient. The scaler sets it for its step and deletes it.",
-    "skip_nonfinite": "Whether steps whose gradient norm is NaN or infinite are skipped.",
+    "found_inf": "True if a gradient scaler found an infinite gradient. The scaler sets it for its step and deletes it.",
+    "skip_nonfinite": "True if steps whose gradient norm is NaN or infinite are skipped.",
 }.items():  # after the class, which takes fields of these names out of its body
     setattr(CompiledOptimizer, _name, _assigned(_name, _meaning))
 
 
 def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, tuple[Any, Any]]]:
-    """:func:`group_entries` with hyperparameters as Python numbers; and, for those given as tensors, number and tensors.
+    """Return :func:`group_entries` with hyperparameters as numbers, and of those passed as tensors: name -> (number, value).
 
     Raises:
         TypeError, ValueError: a hyperparameter is no number, or out of range.
     """
-    defaults, given = group_entries(kind, options), {}
+    defaults, tensors = group_entries(kind, options), {}
     for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults and h.choice(options[h.name]) is None):
         elements = hyper.elements(options[hyper.name], "")
         numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
@@ -650,9 +650,9 @@ def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict
             hyper.check(number, index, "")
         defaults[hyper.name] = hyper.plain(numbers)
         if any(isinstance(e, Tensor) for e in elements):
-            given[hyper.name] = defaults[hyper.name], options[hyper.name]
+            tensors[hyper.name] = defaults[hyper.name], options[hyper.name]
     kind.check({**options, **defaults}, options)
-    return defaults, given
+    return defaults, tensors
 
 
 class ViewedOptimizer(CompiledOptimizer):
@@ -675,7 +675,7 @@ class ViewedOptimizer(CompiledOptimizer):
         self._show(train=False)
 
     def train(self) -> None:
-        """Put the weights for training back into the parameters. Raises what :meth:`eval` does."""
+        """Put the weights for training back into the parameters. Raises as :meth:`eval`."""
         self._show(train=True)
 
     @outside_dynamo
@@ -699,7 +699,7 @@ class ViewedOptimizer(CompiledOptimizer):
 
 
 def engine_of(optimizer: CompiledOptimizer) -> Engine:
-    """The engine that runs the steps of ``optimizer``. For use in this package."""
+    """Return the engine that runs the steps of ``optimizer``. For use in this package."""
     return optimizer._engine
 
 

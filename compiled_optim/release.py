@@ -1,4 +1,4 @@
-"""Gradient release: parameters are updated inside of backward when their gradients are whole, which are then freed."""
+"""Gradient release: backward updates parameters when their gradients are complete, and then frees the gradients."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from compiled_optim.step.engine import Engine, refuse_whole
 from compiled_optim.step.step import Gradients
 
 _MIB = 1 << 20
-_SHARE = 32  # whole gradients wait until they are one part in so many of all
+_SHARE = 32  # complete gradients wait until they are one part in 32 of all
 _REDUCES_LATER = {"DistributedDataParallel", "FullyShardedDataParallel"}
-_WHERE = "gradient release"
+_FEATURE = "gradient release"
 
 
 def prepare_for_gradient_release(
@@ -89,12 +89,12 @@ def prepare_for_gradient_release(
     params = _params_of(model, optimizer)
     cap = max(4 * _MIB, sum(p.nbytes for p in params.values()) // _SHARE) if bucket_cap_mb is None else bucket_cap_mb * _MIB
     release = engine.release if isinstance(engine.release, GradientRelease) else GradientRelease(engine)
-    refuse_whole(_WHERE, engine.assigned)
+    refuse_whole(_FEATURE, engine.assigned)
     for name, param in params.items():
-        own = _releases(param)
-        if any(other is not release and other.engine is not None for other in own.values()):
+        releases = _releases(param)
+        if any(other is not release and other.engine is not None for other in releases.values()):
             raise ValueError(f"'{name}' is released for another optimizer; call co.remove_gradient_release(model) first")
-        if len(own) < len(_hooks(param)) and not ignore_existing_hooks:
+        if len(releases) < len(_hooks(param)) and not ignore_existing_hooks:
             raise ValueError(
                 f"'{name}' has a post-accumulate-grad hook, which may want its gradient; pass ignore_existing_hooks=True if "
                 "it may find it freed or used"
@@ -115,12 +115,12 @@ def remove_gradient_release(model: nn.Module) -> None:
         TypeError: ``model`` is no module.
     """
     _check_module(model)
-    found: set[GradientRelease] = set()
+    removed: set[GradientRelease] = set()
     for param in model.parameters():
         for key, release in _releases(param).items():
             del _hooks(param)[key]
-            found.add(release)
-    for release in found:
+            removed.add(release)
+    for release in removed:
         engine = release.engine
         if engine is not None and not any(release in _releases(param).values() for param in engine.params):
             engine.release = None
@@ -132,7 +132,7 @@ def _check_module(model: Any) -> None:
 
 
 def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tensor]:
-    """The parameters of ``model`` that ``optimizer`` updates, by their names in the optimizer.
+    """Return the parameters of ``model`` that ``optimizer`` updates, by their names in the optimizer.
 
     ``ValueError`` if it does not update each from its own gradient alone, or if gradients are not complete after autograd.
     """
@@ -150,8 +150,8 @@ def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tens
                 f"gradient release does not go with {min(later)} ('{name}' is one): it reduces gradients when autograd is "
                 "done with them, and keeps memory for all of them; shard the model with fully_shard"
             )
-    own = {id(param) for param in model.parameters() if param.requires_grad}
-    if params := {name: param for name, param in named_parameters(optimizer.param_groups) if id(param) in own}:
+    trained = {id(param) for param in model.parameters() if param.requires_grad}
+    if params := {name: param for name, param in named_parameters(optimizer.param_groups) if id(param) in trained}:
         return params
     raise ValueError(f"{kind} has none of the model's parameters that require gradients")
 
@@ -162,12 +162,12 @@ def _hooks(param: Tensor) -> dict[int, Any]:
 
 
 def _releases(param: Tensor) -> dict[int, GradientRelease]:
-    """Who updates ``param`` in backward, by the keys of the hooks."""
+    """Return the releases that update ``param`` in backward, by the keys of their hooks."""
     owners = {key: getattr(hook, "__self__", None) for key, hook in _hooks(param).items()}
     return {key: owner for key, owner in owners.items() if isinstance(owner, GradientRelease)}
 
 
-_Waiting: TypeAlias = tuple[Tensor, torch.Stream | None]  # a parameter, and the stream that its gradient was made on
+_Waiting: TypeAlias = tuple[Tensor, torch.Stream | None]  # a parameter, and the stream of its gradient
 
 
 class GradientRelease:
@@ -175,7 +175,7 @@ class GradientRelease:
 
     Autograd calls :meth:`take` for each parameter, on any of its threads. Complete gradients wait until they have more than
     :attr:`cap` bytes together, or until the end of the backward; then their parameters are updated together. A step lasts
-    from one call of the object to the next. A parameter that would be updated twice in a step is an error.
+    from one call of the object to the next. It is an error to update a parameter twice in a step.
 
     The hooks of the parameters hold this object, which keeps neither parameters nor optimizer alive. It does nothing once
     the optimizer is deleted or has another object of this class.
@@ -226,10 +226,10 @@ class GradientRelease:
             if self._bytes > self.cap or number < 0:
                 self._flush(engine)
 
-    def __call__(self, given: Gradients) -> None:
+    def __call__(self, passed: Gradients) -> None:
         """End a step: update the parameters whose gradients wait, and those whose gradients no backward has used.
 
-        Gradients that compiled code passes as ``given`` are an error, since its backward ran no hooks.
+        Gradients that compiled code passes as ``passed`` are an error, since its backward ran no hooks.
 
         Raises:
             RuntimeError: a parameter that was updated has a gradient again, or a graph or compiled code holds the step.
@@ -237,7 +237,7 @@ class GradientRelease:
         """
         engine = self.engine
         assert engine is not None
-        if given is not None:
+        if passed is not None:
             raise RuntimeError(
                 "this step was compiled before gradient release was switched on, and so was its backward; compile the "
                 "function again, or call co.remove_gradient_release(model)"
@@ -250,8 +250,8 @@ class GradientRelease:
         self._look_for_zero_grad(engine)
         self._flush(engine)
         params = engine.current().params
-        left = [p for p in params if p.grad is not None]
-        if again := [p for p in left if id(p) in self._taken]:
+        present = [p for p in params if p.grad is not None]
+        if again := [p for p in present if id(p) in self._taken]:
             raise RuntimeError(
                 f"'{_name(again[0], engine)}' was updated in backward and then got a gradient: a backward failed and "
                 "opt.zero_grad() was not called before the next one, or something changes gradients after backward, such "
@@ -264,7 +264,7 @@ class GradientRelease:
         self._forget()
 
     def _look_for_zero_grad(self, engine: Engine) -> None:
-        """Begin anew if ``opt.zero_grad()`` was called after a backward that failed."""
+        """Start a new step if ``opt.zero_grad()`` was called after a backward that failed."""
         if engine.is_zeroed and (self._open or self._waiting):
             self._forget()
         engine.is_zeroed = False
@@ -273,9 +273,9 @@ class GradientRelease:
         self._waiting: dict[int, _Waiting] = {}  # by id
         self._bytes = 0
         self._taken: set[int] = set()  # ids of the parameters that this step has taken
-        self._has_begun = False  # whether some are updated
+        self._has_begun = False  # whether some of them are updated
         self._open: set[int] = set()  # the numbers of backwards that have not ended
-        self._last: dict[torch.device, torch.Stream] = {}  # where the last update of this step ran
+        self._last: dict[torch.device, torch.Stream] = {}  # the stream of the last update of this step
 
     @outside_dynamo
     def _end(self, number: int) -> None:
@@ -287,13 +287,13 @@ class GradientRelease:
 
     @torch.no_grad()
     def _flush(self, engine: Engine, *, ended: bool = False) -> None:
-        """Update the waiting parameters and free their gradients. After an error they still wait."""
-        refuse_whole(_WHERE, engine.assigned)
-        places = engine.current().places
-        waiting = [(param, stream) for at, (param, stream) in self._waiting.items() if at in places]
-        grads: list[Tensor | None] = [None] * len(places)
+        """Update the waiting parameters and free their gradients. After an error, the parameters still wait."""
+        refuse_whole(_FEATURE, engine.assigned)
+        indices = engine.current().indices
+        waiting = [(param, stream) for key, (param, stream) in self._waiting.items() if key in indices]
+        grads: list[Tensor | None] = [None] * len(indices)
         for param, _ in waiting:
-            grads[places[id(param)]] = param.grad
+            grads[indices[id(param)]] = param.grad
         if any(grad is not None for grad in grads):
             with self._after_streams(waiting, stay=ended):
                 engine.update(grads, goes_on=self._has_begun)
@@ -313,16 +313,16 @@ class GradientRelease:
         streams |= {param.device: stream for param, stream in waiting if stream is not None}
         with contextlib.ExitStack() as stack:
             for device, stream in streams.items():
-                here: Any = _current_stream(device) if stay else stream
-                stack.enter_context(torch.cuda.stream(here))
-                made_on = [made for param, made in waiting if param.device == device]
-                for other in (*made_on, self._last.get(device)):
-                    if other is not None and other != here:
-                        here.wait_stream(other)
-                for param, made in waiting:
-                    if param.device == device and made != here and param.grad is not None:
-                        local(param.grad).record_stream(here)
-                self._last[device] = here
+                target: Any = _current_stream(device) if stay else stream
+                stack.enter_context(torch.cuda.stream(target))
+                origins = [origin for param, origin in waiting if param.device == device]
+                for other in (*origins, self._last.get(device)):
+                    if other is not None and other != target:
+                        target.wait_stream(other)
+                for param, origin in waiting:
+                    if param.device == device and origin != target and param.grad is not None:
+                        local(param.grad).record_stream(target)
+                self._last[device] = target
             yield
 
 

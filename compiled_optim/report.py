@@ -1,4 +1,4 @@
-"""Guards against recompilation, and reports: of what was compiled, and of what is stored."""
+"""Guards against recompilation, and reports of compiled kernels and of stored bytes."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def no_recompiles(budget: int = 0) -> Iterator[None]:
     """Forbid recompilation and re-capture inside a ``with`` block.
 
     It covers optimizer steps, the graphs of ``co.CUDAGraphRunner`` and, without a budget, every other function under
-    ``torch.compile``. What is compiled or captured for the first time is allowed.
+    ``torch.compile``. First compilations and first captures are allowed.
 
     Args:
         budget: how many recompilations and re-captures are allowed, counted over all optimizers.
 
     Raises:
-        RecompileError: the message says what changed, with old and new value. The optimizer has not taken the step.
+        RecompileError: the message names the change, with old and new value. The optimizer has not taken the step.
         ValueError: ``budget`` is negative.
     """
     if budget < 0:
@@ -52,7 +52,7 @@ def no_recompiles(budget: int = 0) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class CompileReport:
-    """What was compiled for an optimizer.
+    """The kernels that were compiled for an optimizer, and how its steps run.
 
     Attributes:
         optimizer: the class name.
@@ -61,17 +61,17 @@ class CompileReport:
         kernels: the keys of the kernels its step calls.
         compilations: the kernels that were compiled or loaded for it, in order, with their seconds. Kernels that the process
             already had are not listed.
-        fallbacks: why anything runs uncompiled, or Inductor compiles it.
-        captures: why each CUDA graph of a ``co.CUDAGraphRunner`` or of torch.compile was captured; "" for a first one.
+        fallbacks: the reasons why parts run uncompiled, or are compiled by Inductor.
+        captures: the cause of each capture of a CUDA graph by ``co.CUDAGraphRunner`` or torch.compile; "" for a first one.
         replays: how often these graphs were replayed.
         table_refreshes: how often a kernel's table of addresses was written again. That compiles nothing.
         compiled_step: how a function under ``torch.compile`` holds its steps: as ``its own operations`` (inlined), or as an
             operator and why; empty if no function was traced.
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
         construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
-        advice: what to do about each of ``fallbacks``, or what it costs.
-        moved_steps: in how many steps gradients lay elsewhere than before, mostly since ``zero_grad`` had freed them.
-        is_idle: whether steps were taken, and none changed a parameter.
+        advice: the remedy or the cost of each of ``fallbacks``.
+        moved_steps: the number of steps with gradients at new addresses, mostly since ``zero_grad`` had freed them.
+        is_idle: True if steps were taken, and none changed a parameter.
     """
 
     optimizer: str
@@ -92,22 +92,22 @@ class CompileReport:
 
     @property
     def recaptures(self) -> int:
-        """How many graphs were captured in place of one that was stale."""
+        """The number of graphs that were captured to replace a stale one."""
         return sum(map(bool, self.captures))
 
     @property
     def compiles(self) -> int:
-        """How many kernels were compiled for the optimizer, or loaded, at any time."""
+        """The number of kernels that were compiled for the optimizer, or loaded, at any time."""
         return len(self.compilations)
 
     @property
     def loaded(self) -> int:
-        """How many of these kernels came from the cache, where another process had put them."""
+        """The number of these kernels that came from the cache, compiled by another process."""
         return sum(c.loaded for c in self.compilations)
 
     @property
     def recompiles(self) -> int:
-        """How many of these kernels were compiled after the first step."""
+        """The number of these kernels that were compiled after the first step."""
         return sum(bool(c.cause) for c in self.compilations)
 
     @property
@@ -126,16 +126,16 @@ class CompileReport:
             "The first step will compile.": not (self.steps or self.kernels or self.compiled_step),
             "Good: all is compiled, and nothing was compiled again.": True,
         }
-        verdict = next(said for said, holds in verdicts.items() if holds)
+        verdict = next(text for text, holds in verdicts.items() if holds)
         counts = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
-        made = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
+        kernels = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
         moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"
         until = " until the process ends" * (Path(self.cache).name != "compiled_optim")  # a temporary directory
         lines = {
             f"{self.optimizer}: {self.lowering} lowering, {self.steps} step{'s' * (self.steps != 1)}. {verdict}": True,
             "  no parameter ever had a gradient (call loss.backward() first), or all steps were skipped": self.is_idle,
             f"  {self.construction:.2f} s of compiling at construction": self.construction >= 0.1,
-            f"  kernels: {made} in {self.seconds - self.construction:.2f} s": bool(made),
+            f"  kernels: {kernels} in {self.seconds - self.construction:.2f} s": bool(kernels),
             **{f"  {self._origin(kernel)}: {kernel}": True for kernel in self.kernels},
             **_causes("recompiled", (c.cause for c in self.compilations)),
             f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays": bool(self.captures),
@@ -149,27 +149,27 @@ class CompileReport:
             f"  compiled C++ is kept{until} in {self.cache}": bool(self.kernels),
         }
         fill = functools.partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
-        return "\n".join(fill(line, subsequent_indent=" " * 6) for line, is_said in lines.items() if is_said)
+        return "\n".join(fill(line, subsequent_indent=" " * 6) for line, holds in lines.items() if holds)
 
     def _origin(self, kernel: str) -> str:
-        own = [c for c in self.compilations if c.kernel == kernel]
-        how = "loaded" if all(c.loaded for c in own) else "compiled"
-        return f"{how} in {sum(c.seconds for c in own):.2f} s" if own else "the process had already"
+        compilations = [c for c in self.compilations if c.kernel == kernel]
+        how = "loaded" if all(c.loaded for c in compilations) else "compiled"
+        return f"{how} in {sum(c.seconds for c in compilations):.2f} s" if compilations else "the process had already"
 
 
 def _causes(what: str, causes: Iterable[str]) -> dict[str, bool]:
-    found = Counter(filter(None, causes)).items()
-    return {f"  {what}: {cause}" + f" ({count} times)" * (count > 1): True for cause, count in found}
+    counts = Counter(filter(None, causes)).items()
+    return {f"  {what}: {cause}" + f" ({count} times)" * (count > 1): True for cause, count in counts}
 
 
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
-    """Report what was compiled for ``optimizer``.
+    """Report the kernels that were compiled for ``optimizer``, and how its steps run.
 
     Raises:
         TypeError: ``optimizer`` is not one of this package.
     """
     engine = checked_engine(optimizer, "compile_report")
-    log, known = engine.log, (engine.state.get(param, {}) for param in engine.params)
+    log, states = engine.log, (engine.state.get(param, {}) for param in engine.params)
     return CompileReport(
         type(optimizer).__name__,
         "eager" if engine.step is None else engine.step.name,
@@ -185,12 +185,12 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         log.construction,
         tuple(log.fallbacks.values()),
         log.moved_steps,
-        engine.steps > 0 and isinstance(engine.step, RuleStep) and not any(map(_has_begun, known)),
+        engine.steps > 0 and isinstance(engine.step, RuleStep) and not any(map(_has_stepped, states)),
     )
 
 
-def _has_begun(entries: Any) -> bool:
-    """Whether the state of a parameter has a step count that is not 0, as far as can be known."""
+def _has_stepped(entries: Any) -> bool:
+    """Return whether the state of a parameter has a step count that is not 0; True if it cannot be read."""
     step = entries.get("step")
     return isinstance(step, Tensor) and (not has_memory(step) or bool(step != 0))
 
@@ -218,7 +218,7 @@ class MemoryReport:
 
     @property
     def remainders(self) -> int:
-        """Bytes of what the parameters' own dtypes cannot hold."""
+        """Bytes of the bits that the parameters' own dtypes lack."""
         return sum(self.state.get(name, 0) for name in PARTS)
 
     @property
@@ -228,14 +228,14 @@ class MemoryReport:
 
     @property
     def per_parameter(self) -> float:
-        """Bytes of everything for each number of the parameters; 0 where there are none."""
+        """Bytes of everything for each element of the parameters; 0 if they have no elements."""
         return self.total / self.elements if self.elements else 0.0
 
     def __str__(self) -> str:
         rows = {"weights": self.weights, **self.state, "gradients": self.gradients, "tables": self.tables}
         rows["total"] = self.total
         width = max(map(len, rows))
-        if is_small := self.elements < MINIMUM:  # bytes for each of few are many, and tell nothing about more
+        if is_small := self.elements < MINIMUM:  # bytes for each element would be many, unlike those of larger models
             lines = [f"{self.optimizer}: small model, {self.total:,} bytes in all for {self.elements:,} parameters"]
         else:
             lines = [f"{self.optimizer}: {self.per_parameter:.2f} bytes for each of {self.elements:,} parameters"]
@@ -259,49 +259,49 @@ def memory_report(optimizer: CompiledOptimizer) -> MemoryReport:
     state = Counter[str]()
     for name, entry in entries:
         state[name] += bytes_of(entry)
-    known = _storages(part for tensor in (*params, *grads, *(e for _, e in entries)) for part in _parts(tensor))
-    tables = sum(size for storage, size in _storages(_tensors_in(step)).items() if storage not in known)
+    listed = _storages(part for tensor in (*params, *grads, *(e for _, e in entries)) for part in _parts(tensor))
+    tables = sum(size for storage, size in _storages(_tensors_in(step)).items() if storage not in listed)
     elements = sum(local(p).numel() for p in params)
     weights, gradients = sum(map(bytes_of, params)), sum(map(bytes_of, grads))
     return MemoryReport(type(optimizer).__name__, elements, weights, gradients, dict(state), tables)
 
 
 def checked_engine(optimizer: Any, function: str) -> Engine:
-    """The engine of ``optimizer``; ``TypeError`` that names ``function`` where it is not one of this package."""
+    """Return the engine of ``optimizer``; ``TypeError`` that names ``function`` if it is not one of this package."""
     if not isinstance(optimizer, CompiledOptimizer):
         raise TypeError(f"{function} takes an optimizer of compiled_optim, got {type(optimizer).__name__}")
     return engine_of(optimizer)
 
 
 def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The dense tensors that this process holds of ``tensor``."""
+    """Return the dense tensors that this process has of ``tensor``."""
     tensor = local(tensor.detach())
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes that this process holds of ``tensor``."""
+    """Return the bytes that this process has of ``tensor``."""
     return sum(part.numel() * part.element_size() for part in _parts(tensor))
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
-    """The bytes of the storages of dense tensors, by what identifies a storage."""
+    """Return the bytes of the storages of dense tensors, by the identity of each storage."""
     return {int(storage._cdata): storage.nbytes() for storage in (t.untyped_storage() for t in tensors)}
 
 
 def _tensors_in(root: object) -> Iterator[Tensor]:
-    """The dense tensors with memory in containers and in objects of this package that ``root`` refers to."""
-    seen: set[int] = set()
-    left: list[Any] = [root]
-    while left:
-        found = left.pop()
-        if id(found) in seen:
+    """Yield the dense tensors with memory in containers and in objects of this package that ``root`` refers to."""
+    visited: set[int] = set()
+    stack: list[Any] = [root]
+    while stack:
+        value = stack.pop()
+        if id(value) in visited:
             continue
-        seen.add(id(found))
-        if isinstance(found, Tensor):
-            if found.layout is torch.strided and found.device.type != "meta" and type(found) in (Tensor, torch.nn.Parameter):
-                yield found
-        elif isinstance(found, (Mapping, list, tuple)):
-            left += found.values() if isinstance(found, Mapping) else found
-        elif type(found).__module__.startswith("compiled_optim."):
-            left += getattr(found, "__dict__", {}).values()
+        visited.add(id(value))
+        if isinstance(value, Tensor):
+            if value.layout is torch.strided and value.device.type != "meta" and type(value) in (Tensor, torch.nn.Parameter):
+                yield value
+        elif isinstance(value, (Mapping, list, tuple)):
+            stack += value.values() if isinstance(value, Mapping) else value
+        elif type(value).__module__.startswith("compiled_optim."):
+            stack += getattr(value, "__dict__", {}).values()

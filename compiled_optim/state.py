@@ -1,9 +1,9 @@
-"""The optimizer's state: the entries of each parameter, how they start, what they must be, and how they are stored.
+"""The optimizer's state: the entries of each parameter, their initial values, checks and storage.
 
 A buffer is stored in floating point, or in codes of 8 bits with a scale for each group of elements; groups follow one
-another in the order of memory of the codes. A weight of 16 bits may have one entry more, which holds what its dtype cannot.
-State that was stored as some ``weights`` and ``state_dtype`` say is converted to what others say. Entries may be DTensors:
-each process converts its shard.
+another in the order of memory of the codes. A weight of 16 bits may have one entry more, for the bits that its dtype lacks.
+State that was stored with other ``weights`` or ``state_dtype`` is converted. Entries may be DTensors: each process converts
+its shard.
 """
 
 from __future__ import annotations
@@ -53,30 +53,30 @@ from compiled_optim.rule.storage import (
 )
 
 CODES = {dtype: kind for kind, dtype in CODE_DTYPES.items()}
-"""The dtypes of codes, and the numbers that they stand for."""
+"""By dtype of codes, the kind of the numbers that they stand for."""
 SPLITS = {dtype: mode for mode, dtype in REMAINDER_DTYPES.items()}
 _PART_OF = {"kahan": "kahan_comp", "split8": "remainder", "split16": "remainder", "master": "master_param"}
 
 
 class ParamState(WatchedDict[str, Any]):
-    """The state of one parameter: ``step``, the rule's scalars and its buffers, by name, and what somebody else keeps there.
+    """The state of one parameter: ``step``, the rule's scalars and its buffers, by name, and foreign entries.
 
     Entries can be assigned, written in place, and given other memory with ``.data =``. The next step follows. Only a write
     with ``dict.__setitem__(state, name, tensor)`` goes past this class and is not noticed: steps go on with the old tensor.
     """
 
     initial: Mapping[str, float | Tensor] | None = None
-    """What the optimizer filled it with when it was empty; None if it never was."""
+    """The values that the optimizer filled it with when it was empty; None if it never was."""
     rule = ""
-    """The name of the rule that last used it; empty where somebody wrote entries since."""
+    """The name of the rule that last used it; empty if entries were written since."""
 
     def is_initial(self, *, foreign: bool = False) -> bool:
-        """Whether every entry, but for ``foreign`` ones, is as the optimizer made it. Waits for the device."""
-        initial, own = self.initial, [name for name in self if not foreign or self._is_watched(name)]
-        return initial is not None and all(name in initial and _holds(self[name], initial[name]) for name in own)
+        """Return whether every entry is as the optimizer made it; ``foreign`` ignores foreign ones. Waits for the device."""
+        initial, names = self.initial, [name for name in self if not foreign or self._is_watched(name)]
+        return initial is not None and all(name in initial and _holds(self[name], initial[name]) for name in names)
 
     def serve(self, rule: str) -> None:
-        """Note the rule that uses it from now on. For another one than before it begins anew, but for bits of the weight."""
+        """Record the rule that uses it from now on. If that changes, drop all entries but foreign ones and :data:`PARTS`."""
         if self.rule not in ("", rule):
             for name in [name for name in self if self._is_watched(name) and name not in PARTS]:
                 self.drop_quietly(name)
@@ -91,12 +91,12 @@ class ParamState(WatchedDict[str, Any]):
 class OptimizerState(WatchedDict[Any, Any]):
     """``optimizer.state``: parameter -> :class:`ParamState`. A missing entry reads as an empty one, as in torch.
 
-    Under a key that is no tensor somebody may keep anything, at which no step looks. ``names`` are those of every
+    Under a key that is no tensor, hooks and wrappers may keep anything; steps ignore it. ``names`` are those of every
     :class:`ParamState`.
     """
 
     def belongs_to(self, changes: Changes) -> bool:
-        """Whether it reports to ``changes``, as all that were the state of one optimizer do."""
+        """Return whether it reports to ``changes``, as all that were the state of one optimizer do."""
         return self._changes is changes
 
     def _is_watched(self, *key: Any) -> bool:
@@ -115,7 +115,7 @@ class OptimizerState(WatchedDict[Any, Any]):
 
     @contextlib.contextmanager
     def kept_after_errors(self) -> Iterator[None]:
-        """Give every parameter its state back where a ``with`` block ends in an error."""
+        """Restore the state of every parameter if a ``with`` block ends in an error."""
         before = [(entries, {**entries}, entries.rule) for entries in self.values() if isinstance(entries, ParamState)]
         try:
             yield
@@ -127,44 +127,44 @@ class OptimizerState(WatchedDict[Any, Any]):
             raise
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Leave out what no step has touched and nobody shares, as torch makes that in the first step of each process."""
-        made = {key: entries for key, entries in self.items() if isinstance(entries, ParamState) and entries}
-        own = [local(e) for entries in made.values() for e in entries.values() if isinstance(e, Tensor)]
-        shared = any(entry.device.type == "cpu" and entry.is_shared() for entry in own)  # type: ignore[no-untyped-call]
-        if shared or not all(entries.is_initial(foreign=True) for entries in made.values()):
+        """Leave out state that no step has touched and no process shares: torch makes it in each process's first step."""
+        entries_of = {key: entries for key, entries in self.items() if isinstance(entries, ParamState) and entries}
+        tensors = [local(e) for entries in entries_of.values() for e in entries.values() if isinstance(e, Tensor)]
+        shared = any(entry.device.type == "cpu" and entry.is_shared() for entry in tensors)  # type: ignore[no-untyped-call]
+        if shared or not all(entries.is_initial(foreign=True) for entries in entries_of.values()):
             return super().__reduce_ex__(protocol)
-        left = {key: {n: e for n, e in entries.items() if not entries._is_watched(n)} for key, entries in made.items()}
-        return dict, ({**self, **left},)
+        foreign = {k: {n: e for n, e in entries.items() if not entries._is_watched(n)} for k, entries in entries_of.items()}
+        return dict, ({**self, **foreign},)
 
     @property
     def foreign(self) -> dict[Any, Any]:
-        """What somebody keeps under keys that are no tensors."""
+        """The entries under keys that are no tensors."""
         return {key: value for key, value in self.items() if not isinstance(key, Tensor)}
 
     def replace_foreign(self, values: Mapping[Any, Any]) -> None:
-        """Let ``values`` be all that is kept under keys that are no tensors."""
+        """Replace all entries under keys that are no tensors by ``values``."""
         for key in self.foreign:
             self.drop_quietly(key)
         self.update_quietly(values)
 
 
 def _holds(entry: Any, value: float | Tensor) -> bool:
-    """Whether every number of ``entry`` can be read and is ``value``. What has no memory by design holds any."""
+    """Return whether every number of ``entry`` can be read and is ``value``; True for a meta tensor."""
     if not isinstance(entry, Tensor) or is_lost(entry) or is_fake(entry):
         return False
     numbers = as_real(local(entry.detach()))
     return entry.is_meta or bool((numbers == torch.as_tensor(value, dtype=numbers.dtype, device=numbers.device)).all())
 
 
-def has_own_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
-    """Whether ``state``, one parameter's, has an entry of ``declaration``, and not only foreign ones."""
+def has_declared_entries(declaration: Declaration, state: Mapping[Any, Any]) -> bool:
+    """Return whether ``state``, one parameter's, has an entry of ``declaration``, and not only foreign ones."""
     return any(name in state for name in (*declaration.scalar_names, *[b.name for b in declaration.buffers]))
 
 
 def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[str, float | Tensor]:
-    """The number that every scalar and buffer of ``declaration`` starts from in ``group``.
+    """Return, by name, the initial number of every scalar and buffer of ``declaration`` in ``group``.
 
-    In a differentiable step, the number in a buffer depends on the hyperparameter that fills it: autograd records that.
+    A differentiable step depends on the hyperparameter that fills a buffer: its value is then not detached from autograd.
     """
     values: dict[str, float | Tensor] = {"step": 0.0}
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
@@ -178,8 +178,8 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
 class StateForm(NamedTuple):
     """How a parameter's state is stored: in which entries, shapes and dtypes.
 
-    ``choices`` shape its code too, by name: static choices, what follows from options, facts, and for each structural
-    hyperparameter whether it may differ from 0.
+    ``choices``, by name, also determine the code of its step: static choices, results of options, facts, and for each
+    structural hyperparameter, whether it may differ from 0.
     """
 
     declaration: Declaration
@@ -191,49 +191,49 @@ class StateForm(NamedTuple):
     def of_group(
         cls, declaration: Declaration, groups: Sequence[ParamGroup], index: int, loaded: Mapping[str, Any] | None = None
     ) -> Callable[[int], StateForm]:
-        """What returns the form of the parameter at a place in ``groups[index]``, once that has the ``loaded`` entries."""
+        """Return a function: position in ``groups[index]["params"]`` -> form, once the group has the ``loaded`` entries."""
         group, numbers, params = groups[index], loaded or {}, groups[index]["params"]
         after = ChainMap(dict(numbers), group) if numbers else group
         statics = {s.name: after.get(s.name, s.default) for s in declaration.statics}
         statics |= {h.name: h.choice(after[h.name]) for h in declaration.hypers if h.fixed}
         structural = {n: numbers[n] != 0 if n in numbers else group.nonzero(n) for n in declaration.structural_hypers}
         options = [option for option in declaration.options if option.name in group]
-        made: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}
+        cache: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}
 
-        def of(place: int) -> StateForm:
-            chosen = choices_of(declaration.options, group, index, place) if options else {}
-            facts = {f.name: f.of(params[place].shape) for f in declaration.facts}
-            if (key := (*chosen.items(), *facts.items())) not in made:
+        def of(position: int) -> StateForm:
+            chosen = choices_of(declaration.options, group, index, position) if options else {}
+            facts = {f.name: f.of(params[position].shape) for f in declaration.facts}
+            if (key := (*chosen.items(), *facts.items())) not in cache:
                 choices = {**statics, **chosen, **facts, **structural}
-                made[key] = choices, declaration.present_buffers(choices)
-            return cls(declaration, params[place], *made[key])
+                cache[key] = choices, declaration.present_buffers(choices)
+            return cls(declaration, params[position], *cache[key])
 
         return of
 
     @property
     def split(self) -> tuple[str, str, str] | None:
-        """Which of :data:`PARTS` the weight has, with the mode and dtype in which it is stored; None if it has none."""
+        """The one of :data:`PARTS` that the weight has, with the mode and dtype in which it is stored; None without one."""
         mode, half = self.choices.get("weights") or ("", "")
         return (_PART_OF[mode], mode, half) if mode in _PART_OF else None
 
     def shape_of(self, field: Buffer) -> tuple[int, ...]:
-        """The shape of a buffer."""
+        """Return the shape of a buffer."""
         return self.declaration.shape_of(field, self.param.shape, self.choices)
 
     def dtype_of(self, field: Buffer) -> torch.dtype:
-        """The dtype of a buffer."""
+        """Return the dtype of a buffer."""
         return self.declaration.dtype_of(field, self.param.dtype, self.choices)
 
     def missing(
         self, buffers: Container[str], state: Mapping[str, Any], initial: Mapping[str, float | Tensor]
     ) -> dict[str, Tensor]:
-        """New tensors for the scalars and ``buffers`` that ``state`` lacks or has on another device than the parameter.
+        """Return new tensors for the scalars and ``buffers`` that ``state`` lacks or has on another device than ``param``.
 
         An entry on another device is copied. A scalar may be a number or a tensor, and becomes a float64 tensor.
         """
         device = scalars_device([self.param])
         dtype = scalar_dtype(device)
-        made: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for name in self.declaration.scalar_names:
             value: Any = state.get(name)
             if value is None or (isinstance(value, Tensor) and value.is_meta):
@@ -242,23 +242,23 @@ class StateForm(NamedTuple):
                 continue
             if isinstance(value, Tensor) and value.requires_grad:  # goes on with its graph, in a differentiable step
                 with torch.enable_grad():
-                    made[name] = value.reshape(()).to(device, dtype)
+                    tensors[name] = value.reshape(()).to(device, dtype)
             else:
                 fresh = torch.empty((), dtype=dtype, device=device)
-                made[name] = fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
+                tensors[name] = fresh.copy_(value.reshape(())) if isinstance(value, Tensor) else fresh.fill_(value)
         for field in self.declaration.buffers:
             if field.name in buffers:
                 value = state.get(field.name)
                 if value is None or (value.is_meta and not self.param.is_meta):
-                    made[field.name] = self._new_buffer(field, initial[field.name])
+                    tensors[field.name] = self._new_buffer(field, initial[field.name])
                 elif value.device != self.param.device:
-                    made[field.name] = value.to(self.param.device)
-        return made
+                    tensors[field.name] = value.to(self.param.device)
+        return tensors
 
     def _new_buffer(self, field: Buffer, value: float | Tensor) -> Tensor:
-        """A state buffer filled with ``value``.
+        """Return a state buffer filled with ``value``.
 
-        A buffer of the parameter's shape also has its memory format. That and a grouped one have a DTensor's placements.
+        A buffer of the parameter's shape also has its memory format. It and a grouped one have a DTensor's placements.
         """
         param, dtype = self.param, self.dtype_of(field)
         if field.grouped:
@@ -270,7 +270,7 @@ class StateForm(NamedTuple):
         return buffer if isinstance(value, float) and value == 0.0 else fill(buffer, value)
 
     def check(self, state: ParamState, name: str) -> None:
-        """Raise ``ValueError`` where a buffer or scalar in ``state`` is not one for the parameter, called ``name``."""
+        """Raise ``ValueError`` if a buffer or scalar in ``state`` does not fit the parameter, called ``name``."""
         param = self.param
         for scalar in self.declaration.scalar_names:
             value = state.get(scalar)
@@ -296,11 +296,11 @@ class StateForm(NamedTuple):
     def convert(self, state: ParamState, name: str) -> None:
         """Store the entries in ``state`` of the parameter, called ``name``, in this form.
 
-        So an option may be assigned while there is state, a parameter get another order of memory, and numbers be assigned
-        in place of codes. What :meth:`check` refuses is left to it.
+        So an option may be assigned while state exists, a parameter may get another order of memory, and numbers may be
+        assigned instead of codes. Entries that :meth:`check` refuses are not converted.
 
         Raises:
-            ValueError: codes have no scales of theirs, or a weight has two of :data:`PARTS`.
+            ValueError: codes have no fitting scales, or a weight has two of :data:`PARTS`.
         """
         fields = {b.name: b for b in self.declaration.buffers if state.get(b.name) is not None}
         if not fields or not all([_is_readable(field, state[entry], self.param) for entry, field in fields.items()]):
@@ -317,27 +317,27 @@ class StateForm(NamedTuple):
             state.drop_quietly(entry)
 
     def converted(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """``entries`` stored in this form; those that need not change as they are.
+        """Return ``entries`` stored in this form; those that need not change as they are.
 
-        Buffers are decoded and encoded. A weight is joined with its part and stored with as many of those bits as the new
-        part has, for the parameter as it is now.
+        Buffers are decoded and encoded. A weight is joined with its part, and stored with as many bits as the new part has.
+        The parameter does not change.
 
         Raises:
             ValueError: codes have no scales, or not as many as groups, or are of the other kind; or a weight has two parts.
         """
-        kept, stored = dict(entries), self._stored_part(entries)
+        remaining, stored = dict(entries), self._stored_part(entries)
         for field in [b for b in self.declaration.buffers if b.int8]:
-            if held := held_name(field, entries):
-                stored |= self._stored_buffer(field, held, entries)
-                for name in (field.name, code_name(field.name), scale_name(field.name)):
-                    kept.pop(name, None)
-        return {name: entry for name, entry in kept.items() if name not in PARTS} | stored
+            if name := held_name(field, entries):
+                stored |= self._stored_buffer(field, name, entries)
+                for entry in (field.name, code_name(field.name), scale_name(field.name)):
+                    remaining.pop(entry, None)
+        return {name: entry for name, entry in remaining.items() if name not in PARTS} | stored
 
-    def _stored_buffer(self, field: Buffer, held: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The entries that store the buffer ``field``, now in the entry ``held``."""
-        value, param, wanted = entries[held], self.param, self.dtype_of(field)
+    def _stored_buffer(self, field: Buffer, name: str, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return the entries that store the buffer ``field``, which is in ``entries`` under ``name``."""
+        value, param, wanted = entries[name], self.param, self.dtype_of(field)
         if wanted not in CODES and value.dtype not in CODES:
-            return {held: value}
+            return {name: value}
         coded, scale = code_name(field.name), scale_name(field.name)
         shape = self.shape_of(self._field(scale))
         if value.dtype in CODES:
@@ -353,28 +353,28 @@ class StateForm(NamedTuple):
             return {field.name: value.to(wanted)}
         order = MemoryOrder(local(param))
         vector = filled(flat(order.arranged(shard_like(value, param).float())))
-        found = formats.scale_of(vector)
+        computed = formats.scale_of(vector)
         codes = torch.empty_like(order.target, dtype=wanted, requires_grad=False)
-        flat(codes).copy_(formats.encoded(vector, found, CODES[wanted])[: codes.numel()])
-        scales = zeros_spread_like(param, shape, found.dtype)
-        local(scales).copy_(found.view_as(local(scales)))
+        flat(codes).copy_(formats.encoded(vector, computed, CODES[wanted])[: codes.numel()])
+        scales = zeros_spread_like(param, shape, computed.dtype)
+        local(scales).copy_(computed.view_as(local(scales)))
         return {coded: as_part_of(codes, param), scale: scales}
 
     def _stored_part(self, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The part of the weight, by name, if ``entries`` have one and the choices want one."""
+        """Return the part of the weight, by name, if ``entries`` have one and the choices want one."""
         if self.split is None:
             stored_part(entries)
             return {}
         name, mode, half = self.split
         if name in entries and mode_of(name, entries[name]) == mode:
-            return {name: entries[name]}  # others are what an interrupted conversion left
-        if (held := stored_part(entries)) is None:
+            return {name: entries[name]}  # others are left from an interrupted conversion
+        if (stored := stored_part(entries)) is None:
             return {}
-        own = local(self.param.detach())
-        value = weight(self.param, {held: entries[held]}, mode_of(held, entries[held]), half)
-        found = parts_beside(own.float(), value, mode, half)[name]
+        value = local(self.param.detach())
+        full = weight(self.param, {stored: entries[stored]}, mode_of(stored, entries[stored]), half)
+        part = parts_beside(value.float(), full, mode, half)[name]
         dtype = self.dtype_of(self._field(name))
-        return {name: as_part_of(torch.empty_like(own, dtype=dtype).copy_(found), self.param)}
+        return {name: as_part_of(torch.empty_like(value, dtype=dtype).copy_(part), self.param)}
 
     def _field(self, name: str) -> Buffer:
         return next(b for b in self.declaration.buffers if b.name == name)
@@ -394,7 +394,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
-    """Whether the entry ``value`` can be converted if need be."""
+    """Return whether the entry ``value`` can be converted."""
     if not isinstance(value, Tensor) or value.layout is not torch.strided or is_lost(local(value)):
         return False
     has_shape = field.grouped or field.shape is not None or value.shape == param.shape
@@ -402,9 +402,9 @@ def _is_readable(field: Buffer, value: Any, param: Tensor) -> bool:
 
 
 def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
-    """The entry that holds the buffer ``field``, if one does; of two the plain one, which somebody put beside the codes.
+    """Return the name of the entry that holds the buffer ``field``, or None; the plain name if both entries exist.
 
-    That may hold codes too: checkpoints of before have them there.
+    The plain entry may hold codes too, as in old checkpoints.
     """
     if field.name in entries:
         return field.name
@@ -412,7 +412,7 @@ def held_name(field: Buffer, entries: Mapping[str, Any]) -> str | None:
 
 
 def check_codes(field: Buffer, codes: Tensor, scales: Tensor | None) -> Tensor:
-    """The ``scales`` of ``codes`` of the buffer ``field``; ``ValueError`` where they do not belong together."""
+    """Return the ``scales`` of ``codes`` of the buffer ``field``; ``ValueError`` if they do not belong together."""
     if CODES[codes.dtype] != field.int8:
         raise ValueError(f"{code_name(field.name)} is {codes.dtype}; its codes are of {field.int8} numbers")
     if scales is None or not scales.is_floating_point():
@@ -424,27 +424,27 @@ def check_codes(field: Buffer, codes: Tensor, scales: Tensor | None) -> Tensor:
 
 
 def _are_in_place(codes: Tensor, scales: Tensor, param: Tensor) -> bool:
-    """Whether ``codes`` and ``scales`` are for ``param`` as they are, or will be once they are spread like it."""
+    """Return whether ``codes`` and ``scales`` fit ``param`` as they are, or will once they are sharded like it."""
     if placement(codes) == placement(scales) == placement(param):
         order = MemoryOrder(local(param))
         if _order(local(codes)) == _order(order.target):
             return True
         moved = order.arranged(local(codes).to(param.device))
         return not _are_full(local(codes), local(scales)) and _are_full(moved, local(scales))
-    return local(codes).is_contiguous() and local(param).is_contiguous()  # of DTensors all groups are in that order
+    return local(codes).is_contiguous() and local(param).is_contiguous()  # groups of DTensors are in that order
 
 
 def _order(tensor: Tensor) -> list[tuple[int, int]]:
-    """The sizes and strides that say in which order the elements of a tensor are updated."""
+    """Return the sizes and strides of the order of memory in which the elements of a tensor are updated."""
     strides = MemoryOrder(tensor).target.stride()
     return [(size, stride) for size, stride in zip(tensor.shape, strides, strict=True) if size > 1]
 
 
 def _are_full(codes: Tensor, scales: Tensor) -> bool:
-    """Whether each group, in the order of memory of ``codes``, holds the largest code or nothing, as steps leave it.
+    """Return whether each group, in the order of memory of ``codes``, has the largest code or a zero scale, as after steps.
 
-    This finds codes that a file format brought into another order than their scales. Those of an infinite scale tell
-    nothing.
+    This finds codes that a file format brought into another order than their scales. Groups with an infinite scale are
+    ignored.
     """
     largest_found = _vector(codes).int().abs().view(-1, GROUP).amax(1)
     scales = scales.detach().reshape(-1).to(largest_found.device)
@@ -453,7 +453,7 @@ def _are_full(codes: Tensor, scales: Tensor) -> bool:
 
 
 def decoded(codes: Tensor, scales: Tensor) -> Tensor:
-    """The numbers, in float32, of codes in their order of memory, with their scales."""
+    """Return the numbers, in float32, of codes in their order of memory, with their scales."""
     scales = scales.detach().reshape(-1).to(codes.device).float()
     numbers = formats.decoded(_vector(codes).int(), scales, CODES[codes.dtype])
     result = torch.empty_like(MemoryOrder(codes).target, dtype=torch.float32)
@@ -462,23 +462,23 @@ def decoded(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _vector(codes: Tensor) -> Tensor:
-    """All of ``codes`` in their order of memory, :func:`filled`."""
+    """Return all of ``codes`` in their order of memory, :func:`filled`."""
     order = MemoryOrder(codes)
     order.load()
     return filled(flat(order.target))
 
 
 def filled(vector: Tensor) -> Tensor:
-    """``vector``, whose last element is repeated up to a whole number of groups.
+    """Return ``vector``, with its last element repeated up to a whole number of groups.
 
-    So whatever a step computes there, even from a scale that overflowed, its group has already. Zeros times it would be NaN.
+    A step then computes in the padding only values that the group has already. Zeros times an infinite scale would be NaN.
     """
     missing = -vector.shape[0] % GROUP
     return torch.cat([vector, vector[-1:].expand(missing)]) if missing else vector
 
 
 def stored_part(entries: Mapping[str, Any]) -> str | None:
-    """Which of :data:`PARTS` is in ``entries``; ``ValueError`` where several are."""
+    """Return which of :data:`PARTS` is in ``entries``, or None; ``ValueError`` if several are."""
     stored = [name for name in PARTS if name in entries]
     if len(stored) > 1:
         raise ValueError(f"it has both {' and '.join(stored)}, but a weight has at most one of them")
@@ -486,7 +486,7 @@ def stored_part(entries: Mapping[str, Any]) -> str | None:
 
 
 def mode_of(name: str, part: Tensor) -> str:
-    """The mode of a weight whose part has this name; ``ValueError`` where it does not have the dtype for it."""
+    """Return the mode of a weight whose part has this name; ``ValueError`` if the part's dtype does not fit."""
     if name == "remainder" and part.dtype not in SPLITS:
         raise ValueError(f"remainder is {part.dtype} instead of {' or '.join(map(str, SPLITS))}")
     if name != "remainder" and not part.is_floating_point():
@@ -495,32 +495,32 @@ def mode_of(name: str, part: Tensor) -> str:
 
 
 def weight(param: Tensor, parts: Mapping[str, Any], mode: str, half: str) -> Tensor:
-    """The float32 of a weight of the dtype ``half`` that is stored in ``mode``: this process's shard of it."""
+    """Return this process's shard, in float32, of a weight of the dtype ``half`` that is stored in ``mode``."""
     values = {name: shard_like(parts[name], param) for name in PARTS if parts.get(name) is not None}
     numbers = {name: part.float() if part.is_floating_point() else part for name, part in values.items()}
     return joined(local(param.detach()).float(), numbers, mode, half)  # type: ignore[no-any-return]
 
 
 def adds_nothing(param: Tensor, name: str, part: Tensor) -> bool:
-    """Whether ``param`` holds by itself what ``part`` adds to a weight, as where that is 0 or ``param`` is in float32."""
-    value, found, mode = local(param.detach()), shard_like(part, param), mode_of(name, part)
+    """Return whether ``param`` alone holds the whole weight, as where ``part`` is 0 or ``param`` is in float32."""
+    value, bits, mode = local(param.detach()), shard_like(part, param), mode_of(name, part)
     if value.is_complex():
         return False
     value = value.float()
     for half in [HALVES[param.dtype]] if param.dtype in HALVES else HALVES.values():
         if mode == "kahan":
-            low = formats.nearest(value - found.float(), half)
-            both = low + found.float()  # or one bit less, in full_precision_state_dict
-            is_held = (value == both) | (value == both.nextafter(low)) if param.dtype not in HALVES else found == 0
+            low = formats.nearest(value - bits.float(), half)
+            both = low + bits.float()  # or one bit less, in full_precision_state_dict
+            is_held = (value == both) | (value == both.nextafter(low)) if param.dtype not in HALVES else bits == 0
         else:
-            is_held = parts_of(value, {}, mode, half)[name] == found
+            is_held = parts_of(value, {}, mode, half)[name] == bits
         if bool(is_held.all()):
             return True
     return False
 
 
 def shard_like(tensor: Tensor, param: Tensor) -> Tensor:
-    """This process's shard of ``tensor``, on the device of ``param``, as ``param`` is sharded."""
+    """Return this process's shard of ``tensor``, on the device of ``param``, as ``param`` is sharded."""
     if placement(tensor) != placement(param):
         tensor = spread_like(full_tensor(tensor), param)
     return local(tensor.detach()).to(param.device)

@@ -1,4 +1,4 @@
-"""Other forms of what optimizers hold: state by name, of several optimizers, for optimi, and weights with all their bits."""
+"""Other forms of state dicts: by name, of several optimizers, for optimi, and of a model with all bits of its weights."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from compiled_optim.rule.storage import parts_of
 from compiled_optim.state import StateForm, mode_of, shard_like, weight
 
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
-_SEVERAL = "a state dict of several optimizers"  # where nobody could say whose foreign state is
+_SEVERAL = "a state dict of several optimizers"  # foreign state in it would have no owner
 
 
 def _labeled(optimizers: Any) -> dict[str, CompiledOptimizer]:
-    """One or several ``optimizers`` by what messages call them; an error if one is none, or two share a parameter."""
+    """Return one or several ``optimizers`` by their names in messages; an error if one is none, or two share a parameter."""
     listed = list(optimizers) if isinstance(optimizers, (list, tuple)) else [optimizers]
     if foreign := [each for each in listed if not isinstance(each, CompiledOptimizer)]:
         raise TypeError(f"an optimizer of this package, or a list of some, is needed, got {described(foreign[0])}")
@@ -52,7 +52,7 @@ def _labeled(optimizers: Any) -> dict[str, CompiledOptimizer]:
 
 @contextlib.contextmanager
 def _locked(optimizers: Iterable[CompiledOptimizer]) -> Iterator[None]:
-    """Let steps, saves and loads of other threads wait during a ``with`` block."""
+    """Make steps, saves and loads of other threads wait during a ``with`` block."""
     with contextlib.ExitStack() as locks:
         for engine in sorted(map(engine_of, optimizers), key=lambda engine: int(engine.key)):
             locks.enter_context(engine.lock)
@@ -61,7 +61,7 @@ def _locked(optimizers: Iterable[CompiledOptimizer]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def labeling(label: str) -> Iterator[None]:
-    """Let an error begin with the ``label`` of its optimizer."""
+    """Prefix the message of an error with the ``label`` of its optimizer."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -71,15 +71,15 @@ def labeling(label: str) -> Iterator[None]:
 
 
 def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
-    """A state dict whose keys are parameter names, of one optimizer or of several together.
+    """Return a state dict whose keys are parameter names, of one optimizer or of several together.
 
     ``{"state": {"fc.bias": {...}}, "param_groups": [{"params": ["fc.bias"], "lr": ...}]}``. Prefixes that module wrappers
     insert are removed. Values are as in :meth:`CompiledOptimizer.state_dict`, so ``torch.distributed.checkpoint`` can save
     this dict and load into it.
 
-    Several optimizers must have different parameters, such as Muon the matrices and AdamW the rest. Their groups follow each
-    other in ``"param_groups"``. ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is the index of
-    its optimizer in that list.
+    Several optimizers must have different parameters, such as Muon the matrices and AdamW the others. Their groups follow
+    each other in ``"param_groups"``. ``"optimizers"`` lists the optimizers' names, and ``"optimizer"`` in a group is the
+    index of its optimizer in that list.
 
     Args:
         optimizer: the optimizer, or a list of several.
@@ -172,7 +172,7 @@ def load_named_state_dict(
 
 
 def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """What ``saved``, a named state dict, has for each optimizer, as state dicts; and the names that no optimizer has."""
+    """Split ``saved``, a named state dict, into one for each optimizer. Return them, and the names that no optimizer has."""
     groups: list[Any] = []
     aliases: dict[str, str] = {}
     owners: list[int] = []  # the optimizer of each group
@@ -198,7 +198,7 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
 
 
 def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
-    """A state dict for optimi's optimizer of the same name, with which training continues as with ``optimizer``.
+    """Return a state dict for optimi's optimizer of the same name, with which training continues as with ``optimizer``.
 
     For SGD, Adam, AdamW, RAdam, Lion, Adan, StableAdamW and Ranger of optimi 0.3. Its tensors are copies, which optimi can
     write into. optimi takes its options from this dict instead of its constructor's arguments, and runs its for-loop
@@ -218,7 +218,7 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
 
 
 class _SplitWeight(NamedTuple):
-    """A weight whose bits are in two places: the parameter, and an entry of its state."""
+    """A weight whose bits are in two tensors: the parameter, and an entry of its state."""
 
     param: Tensor
     name: str  # of the entry
@@ -230,21 +230,21 @@ class _SplitWeight(NamedTuple):
         return mode_of(self.name, self.entry)
 
     def joined(self) -> Tensor:
-        """The float32 of the weight: a DTensor where the parameter is one.
+        """Return the weight in float32: a DTensor if the parameter is one.
 
-        Where a compensation of half a unit makes it halfway between its parameter and another number, it is one bit nearer
-        to the parameter. So a load finds the same parameter again, and the same compensation.
+        If it is halfway between its parameter and another number, by a compensation of half a unit, it is moved one bit
+        towards the parameter. So a load restores the same parameter and the same compensation.
         """
-        found = weight(self.param, {self.name: self.entry}, self.mode, self.half)
+        full = weight(self.param, {self.name: self.entry}, self.mode, self.half)
         if self.mode == "kahan":
             param = local(self.param.detach())
-            nearer = torch.nextafter(found, param.float())
-            is_halfway = (found.to(param.dtype) != param) & (nearer.to(param.dtype) == param)
-            found = torch.where(is_halfway, nearer, found)
-        return as_part_of(found, self.param)
+            nearer = torch.nextafter(full, param.float())
+            is_halfway = (full.to(param.dtype) != param) & (nearer.to(param.dtype) == param)
+            full = torch.where(is_halfway, nearer, full)
+        return as_part_of(full, self.param)
 
     def copies(self, value: Tensor) -> Copies:
-        """What to copy into which tensor, so that the weight is ``value``."""
+        """Return pairs (tensor, value to copy into it) that set the weight to ``value``."""
         new = parts_of(shard_like(value, self.param).float(), {}, self.mode, self.half)
         return [(local(self.param), new["param"]), (local(self.entry), new[self.name])]
 
@@ -252,7 +252,7 @@ class _SplitWeight(NamedTuple):
 @outside_dynamo
 @torch.no_grad()
 def full_precision_state_dict(model: nn.Module, optimizer: Optimizers) -> dict[str, Any]:
-    """The state dict of a model, with float32 weights where an optimizer keeps more bits than the 16-bit parameter has.
+    """Return a model's state dict, with float32 weights where an optimizer keeps more bits than the 16-bit parameter has.
 
     ``torch.save(co.full_precision_state_dict(model, opt), path)`` writes a file that a float32 model loads. The float32
     weights are copies. They have all 32 bits with ``weights="split16"`` and ``"master"``, and at least 24 with ``"split8"``
@@ -302,26 +302,26 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
     with _split_weights(model, optimizer) as split:
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"state_dict must be a dict, got {described(state_dict)}")
-        given: dict[str, Any] = plain(state_dict, "the state dict")
+        saved: dict[str, Any] = plain(state_dict, "the state dict")
         live = {id(t) for t in (*model.parameters(), *model.buffers())}
         entries = _entries(model, split)
         foreign = {name for name, entry in entries.items() if id(entry) not in live}
         copies: Copies = []
-        for name, value in _read(entries, given, foreign).items():
+        for name, value in _read(entries, saved, foreign).items():
             stored = split.get(id(entries[name]))
             copies += [(entries[name], value)] if stored is None else stored.copies(value)
-        if foreign:  # such as what modules add with get_extra_state; this may fail
-            model.load_state_dict({name: given[name] for name in foreign}, strict=False)
+        if foreign:  # such as entries of get_extra_state; this may fail
+            model.load_state_dict({name: saved[name] for name in foreign}, strict=False)
         checkpoint.copy_all(copies)
 
 
 @contextlib.contextmanager
 def _split_weights(model: nn.Module, optimizer: Optimizers) -> Iterator[dict[int, _SplitWeight]]:
-    """The weights that have more bits in optimizers than in the model, by the ``id`` of the parameter. Steps wait."""
+    """Yield the weights that have more bits in optimizers than in the model, by ``id`` of the parameter. Steps wait."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a module, got {described(model)}")
     params = {id(param) for param in model.parameters()}
-    found: dict[int, _SplitWeight] = {}
+    split: dict[int, _SplitWeight] = {}
     is_known = False
     optimizers = _labeled(optimizer).values()
     with _locked(optimizers):
@@ -333,34 +333,34 @@ def _split_weights(model: nn.Module, optimizer: Optimizers) -> Iterator[dict[int
                     is_known |= id(param) in params
                     name, _, half = forms(j).split or ("", "", "")
                     if (entry := engine.state.get(param, {}).get(name)) is not None:
-                        found[id(param)] = _SplitWeight(param, name, entry, half)
+                        split[id(param)] = _SplitWeight(param, name, entry, half)
         if not is_known:
             raise ValueError("no parameter of the model is in the optimizer")
-        yield found
+        yield split
 
 
 def _entries(model: nn.Module, split: Mapping[int, _SplitWeight]) -> dict[str, Any]:
-    """The state dict of ``model`` with its own tensors, also in place of what hooks made of the parameters in ``split``."""
+    """Return the state dict of ``model`` with its own tensors, also where hooks replaced parameters in ``split``."""
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
     named = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if id(p) in split]
     entries |= {name: p for name, p in named if getattr(entries.get(name), "shape", None) == p.shape}
-    found = {id(entry) for entry in entries.values()}
+    present = {id(entry) for entry in entries.values()}
     for name, param in named:
-        if id(param) not in found:
+        if id(param) not in present:
             raise ValueError(f"the model's state dict does not have the parameter '{name}' as it is: a hook changes it")
     return entries
 
 
-def _read(entries: Mapping[str, Any], given: Mapping[str, Any], foreign: set[str]) -> dict[str, Tensor]:
-    """What of ``given`` goes into the tensors in ``entries``, but for ``foreign`` ones; ``ValueError`` names all misfits."""
-    absent, others = [name for name in entries if name not in given], [str(name) for name in given if name not in entries]
+def _read(entries: Mapping[str, Any], saved: Mapping[str, Any], foreign: set[str]) -> dict[str, Tensor]:
+    """Return the values of ``saved`` for ``entries``, without ``foreign`` ones; ``ValueError`` names all mismatches."""
+    absent, others = [name for name in entries if name not in saved], [str(name) for name in saved if name not in entries]
     report = LoadReport(absent, others, [], [])
     values: dict[str, Tensor] = {}
     first: dict[int, str] = {}
     for name, entry in entries.items():
-        if name in given and name not in foreign:
+        if name in saved and name not in foreign:
             try:
-                values[name] = value = as_buffer(given[name], name, tuple(entry.shape), entry.dtype)
+                values[name] = value = as_buffer(saved[name], name, tuple(entry.shape), entry.dtype)
                 checkpoint.check_writable(entry, f"the model's own {name}", tuple(entry.shape), value)
                 tied = first.setdefault(id(entry), name)
                 if value is not values[tied] and not value.to(values[tied]).allclose(values[tied], 0, 0, equal_nan=True):

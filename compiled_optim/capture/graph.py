@@ -1,4 +1,4 @@
-"""CUDA graphs, and when one holds the launches of an optimizer's step."""
+"""CUDA graphs, and graphs of the launches of an optimizer's step."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ T = TypeVar("T")
 class CudaGraph:
     """A CUDA graph, recorded on ``stream``, by default a new one of ``device``, and replayed on the current one.
 
-    A replay uses the addresses that the capture found.
+    A replay uses the addresses of the capture.
     """
 
-    _underway: ClassVar[list[object]] = []  # the captures of this class that are going on, on all threads
+    _underway: ClassVar[list[object]] = []  # the current captures of this class, on all threads
 
     _postponed: ClassVar[list[tuple[torch.device, torch.cuda.CUDAGraph]]] = []
     """Graphs that were released while something was captured."""
@@ -41,7 +41,7 @@ class CudaGraph:
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def warm_up(self, work: Callable[[], T]) -> T:
-        """Do ``work`` on the stream of the capture, between what the current stream did and will do."""
+        """Do ``work`` on the stream of the capture, after earlier and before later work of the current stream."""
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         try:
@@ -51,7 +51,7 @@ class CudaGraph:
             current.wait_stream(self._stream)
 
     def capture(self, work: Callable[[], T]) -> T:
-        """Record ``work`` without doing it, and return what it returns, which every replay writes.
+        """Record ``work`` without doing it, and return its result, which every replay writes.
 
         Other threads, such as NCCL's watchdog, may go on calling CUDA meanwhile.
         """
@@ -62,7 +62,7 @@ class CudaGraph:
             with (
                 torch.cuda.device(self._device),
                 own_workspaces(),
-                torch.cuda.stream(torch.cuda.current_stream(self._device)),  # a capture that fails leaves its own behind
+                torch.cuda.stream(torch.cuda.current_stream(self._device)),  # a failed capture leaves its own current
                 torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
             ):
                 result = work()
@@ -75,14 +75,14 @@ class CudaGraph:
         return result
 
     def replay(self) -> None:
-        """Do what was recorded, after what the current stream did."""
+        """Replay the recorded work, after earlier work of the current stream."""
         assert self._graph is not None
         in_range("replay", self._graph.replay)
 
     def release(self) -> None:
-        """Free the graph; tensors that live in its memory stay valid for as long as somebody holds them.
+        """Free the graph; tensors in its memory stay valid as long as references to them exist.
 
-        While something is captured it is not freed yet, since to wait for its last replay would end that capture.
+        During a capture, freeing is postponed: waiting for the last replay would end that capture.
         """
         if self._graph is not None:
             self._postponed.append((self._device, self._graph))
@@ -99,11 +99,11 @@ class CudaGraph:
 
 
 GRAPHS: dict[str, type[CudaGraph]] = {"cuda": CudaGraph}
-"""By device type, what captures work there; a device that is not here has no graphs."""
+"""The classes of graphs by device type; other devices have no graphs."""
 
 
 def graph_of(step: Step | None) -> Step:
-    """``step``, or a ``ValueError`` where no graph can hold it."""
+    """Return ``step``; ``ValueError`` if no graph can hold it."""
     assert step is not None
     if step.refusal:
         raise ValueError(step.refusal)
@@ -111,9 +111,9 @@ def graph_of(step: Step | None) -> Step:
 
 
 class Run:
-    """One graph, and when it may be captured; the arguments are those of ``CUDAGraphRunner``."""
+    """One graph, and the counts of its warm-ups and captures; the arguments are those of ``CUDAGraphRunner``."""
 
-    alone: ClassVar[bool] = False  # whether the graph holds a step and nothing else
+    alone: ClassVar[bool] = False  # whether the graph holds only a step
 
     def __init__(
         self, optimizers: Sequence[CompiledOptimizer], warmup: int, recaptures: int, stream: torch.Stream | None
@@ -126,24 +126,24 @@ class Run:
         self._guards: list[dict[str, str]] = []  # of each optimizer when the graph was captured; empty before
         self._cause = ""  # of the next capture
         self._pending = warmup  # calls that run as usual before it
-        self._recaptures = self._left = recaptures
+        self._recaptures = self._recaptures_left = recaptures
 
     def _common_device(self) -> torch.device:
-        placed: dict[torch.device, str] = {
+        devices: dict[torch.device, str] = {
             param.device: name for engine in self._engines for name, param in named_parameters(engine.groups)
         }
-        if len(placed) != 1:
-            where = ", ".join(f"'{name}' on {device}" for device, name in placed.items())
-            raise ValueError(f"a graph holds work of one device; the parameters are on {len(placed)}: {where}")
-        return next(iter(placed))
+        if len(devices) != 1:
+            examples = ", ".join(f"'{name}' on {device}" for device, name in devices.items())
+            raise ValueError(f"a graph holds work of one device; the parameters are on {len(devices)}: {examples}")
+        return next(iter(devices))
 
     def _has_moved(self) -> bool:
-        """Whether the first parameter is on another device."""
+        """Return whether the first parameter is on another device."""
         params = (param for o in self.optimizers for _, param in named_parameters(o.param_groups))
         return next((param.device for param in params), self._device) != self._device
 
     def _follow_device(self) -> None:
-        """Have a graph where the parameters are; ``ValueError``, and no change, if no graph can hold steps there."""
+        """Make a graph on the parameters' device, if that changed; ``ValueError``, and no change, if none can hold steps."""
         if (device := self._common_device()) != self._device:
             self._graph, self._device = self._new_graph(device), device
 
@@ -164,10 +164,10 @@ class Run:
         return graph
 
     def _drop(self, cause: str) -> None:
-        """Let go of the stale graph; the next call captures again. An error, and no change, where that is not allowed."""
+        """Release the stale graph; a later call captures again. An error, and no change, if that is not allowed."""
         stale = self._graph
         assert stale is not None
-        if self._left == 0:
+        if self._recaptures_left == 0:
             raise RuntimeError(
                 f"CUDAGraphRunner would capture its graph again, after {self._recaptures} times: {cause}; "
                 "avoid this change between calls, or pass a larger recaptures="
@@ -175,7 +175,7 @@ class Run:
         self._common_device()
         spend(f"CUDAGraphRunner would capture its graph again: {cause}")
         self._follow_device()
-        self._left -= 1
+        self._recaptures_left -= 1
         self._cause, self._pending, self._guards = cause, 1, []
         stale.release()
 
@@ -185,12 +185,12 @@ class Run:
             engine.log.captures.append(self._cause)
 
     def _explain(self) -> str:
-        """Why the graph is stale."""
-        found = map(differences, self._guards, map(guards_of, self._engines))
-        return next(filter(None, found), "tables were made anew")
+        """Return why the graph is stale."""
+        changes = map(differences, self._guards, map(guards_of, self._engines))
+        return next(filter(None, changes), "tables were made anew")
 
     def release(self) -> None:
-        """Free the graph; the run is of no use then, but for a step that is under way."""
+        """Free the graph. Then the run can only end a current step."""
         self._guards = []
         if self._graph is not None:
             self._graph.release()
@@ -204,7 +204,7 @@ class StepRun(Run):
     _key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
 
     def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
-        """One step with its launches replayed; ``scaler`` is what a gradient scaler handed over."""
+        """Take one step, with its launches replayed; ``scaler`` has attributes that a gradient scaler set."""
         (engine,), (optimizer,) = self._engines, self.optimizers
         for name, value in scaler.items():
             setattr(optimizer, name, value)
@@ -217,7 +217,7 @@ class StepRun(Run):
                 delattr(optimizer, name)
 
     def _launch(self, step: Step, closure: Callable[[], Any] | None) -> Any:
-        """In place of ``step.launch``, after ``prepare``."""
+        """Do as ``step.launch``, after ``prepare``, with the graph."""
         is_captured = bool(self._guards)
         if not is_captured and (self._graph is not None or self._has_moved()):
             self._follow_device()
@@ -228,7 +228,7 @@ class StepRun(Run):
         if is_captured and key != self._key:
             self._drop(self._explain())
         if self._graph is None or self._pending or key != self._key:
-            step.launch()  # also loads what a capture could not
+            step.launch()  # this also loads kernels, which a capture cannot
             self._pending = max(self._pending - 1, 0)
             self._key = key
             return None

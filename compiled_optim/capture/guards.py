@@ -1,4 +1,4 @@
-"""What a captured graph assumes and does not read again, and what changed since: in words, with names."""
+"""The facts that a captured graph assumes and does not read again, and their changes since: in words, with names."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from compiled_optim.step.engine import Engine
 
 
 def guards_of(engine: Engine) -> dict[str, str]:
-    """Everything about an optimizer whose change makes a graph of its step stale, by name."""
+    """Return, by name, every fact about an optimizer whose change makes a graph of its step stale."""
     bound, devices = engine.assigned["max_grad_norm"], () if engine.step is None else engine.step.devices
     if isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices):
-        clips = tensor_place(bound)  # the graph holds the copying of it
+        clips = tensor_text(bound)  # the graph holds a copy from it
     else:
         clips = "off" if bound is None else "on"
     guards = {"max_grad_norm": clips, "skip_nonfinite": str(engine.assigned["skip_nonfinite"])}
@@ -34,7 +34,7 @@ def guards_of(engine: Engine) -> dict[str, str]:
             f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
         )
     for i, group in enumerate(engine.groups):
-        kind = getattr(group, "kind", engine.kind)  # somebody may have put a plain dict there
+        kind = getattr(group, "kind", engine.kind)  # a user may have put a plain dict there
         declared, added = kind._declaration, kind._added_choices()
         label = f"param_groups[{i}]"
         guards[label] = f"{len(group['params'])} parameters"
@@ -45,25 +45,25 @@ def guards_of(engine: Engine) -> dict[str, str]:
             guards[f"{label}[{name!r}]"] = "0" if zero else "another number than 0"
         for j, param in enumerate(group["params"]):
             name = parameter_name(group, i, j)
-            guards[f"parameter '{name}'"] = tensor_place(param)
+            guards[f"parameter '{name}'"] = tensor_text(param)
             state: Mapping[str, Any] = engine.state.get(param) or {}
             for entry in (b.name for b in declared.buffers if b.name in state):
-                guards[f"state {entry!r} of '{name}'"] = tensor_place(state[entry])
+                guards[f"state {entry!r} of '{name}'"] = tensor_text(state[entry])
             if param.grad is not None:
                 guards[f"gradient dtype of '{name}'"] = str(param.grad.dtype)
                 if param.grad.is_sparse:
-                    guards[f"gradient of '{name}'"] = gradient_place(param.grad)
+                    guards[f"gradient of '{name}'"] = gradient_text(param.grad)
     return guards
 
 
-def tensor_place(tensor: Tensor) -> str:
-    """What a tensor is, and where."""
+def tensor_text(tensor: Tensor) -> str:
+    """Return the shape, dtype, device and address of a tensor, in words."""
     kind = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} on {tensor.device}"
     return f"{kind} at {local(tensor).data_ptr():#x}"
 
 
-def gradient_place(grad: Tensor | None) -> str:
-    """Where a gradient is; of a sparse one, how many entries it has."""
+def gradient_text(grad: Tensor | None) -> str:
+    """Return the address of a gradient, or the number of entries of a sparse one, in words."""
     if grad is None:
         return "None"
     if grad.is_sparse:
@@ -72,10 +72,10 @@ def gradient_place(grad: Tensor | None) -> str:
 
 
 def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """What changed from ``old`` to ``new``: the first three things, with old and new value; empty if nothing did.
+    """Return the first three changes from ``old`` to ``new``, with old and new value; empty if nothing changed.
 
-    State that moved is named only where nothing else changed, since it may have moved because of the other change. A
-    gradient that came or went is no difference, since a table follows it.
+    State that moved is named only if nothing else changed, since the other change may have moved it. A gradient that came or
+    went is no difference, since a table follows it.
     """
     quiet = ("gradient", "state")
     changes = [f"{label} {old[label]} -> {value}" for label, value in new.items() if label in old and old[label] != value]
@@ -85,12 +85,12 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
     return first_three(changes)
 
 
-def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> Iterator[nn.Module]:
-    """The modules that ``function`` refers to: by closure, default, global, or attribute of what it is bound to."""
-    seen = set() if seen is None else seen
-    if id(function) in seen:
+def modules_of(function: Callable[..., Any], visited: set[int] | None = None) -> Iterator[nn.Module]:
+    """Yield the modules that ``function`` refers to: by closure, default, global, or attribute of its ``self``."""
+    visited = set() if visited is None else visited
+    if id(function) in visited:
         return
-    seen.add(id(function))
+    visited.add(id(function))
     if isinstance(function, nn.Module):
         yield function
         return
@@ -114,28 +114,28 @@ def modules_of(function: Callable[..., Any], seen: set[int] | None = None) -> It
         nested = value if isinstance(value, (list, tuple)) else value.values() if isinstance(value, dict) else (value,)
         for item in nested:
             if isinstance(item, nn.Module) or (callable(item) and not isinstance(item, type)):
-                yield from modules_of(item, seen)
+                yield from modules_of(item, visited)
 
 
 _REQUIRES_GRAD, _TRAINING, _ABSENT = attrgetter("requires_grad"), attrgetter("training"), object()
 
 
 class Guards:
-    """The tensors, modules and modes that a captured training step reads in Python, as they were then.
+    """The tensors, modules and modes that a captured training step read in Python, as of construction.
 
     Attributes:
         params: names by parameter: the optimizers' parameters, then those that only the modules have.
-        updated: how many are the optimizers'.
-        addresses: of the parameters, their gradients, and other tensors of the modules; :meth:`change` reads them.
+        updated: the number of the optimizers' parameters.
+        addresses: those of the parameters, their gradients, and other tensors of the modules; :meth:`change` reads them.
     """
 
     def __init__(self, engines: Sequence[Engine], modules: Iterable[nn.Module]) -> None:
         self._engines = engines
         self._updated = {param: name for engine in engines for name, param in named_parameters(engine.groups)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
-        # Read past the module's own methods, which look at three dicts for every name.
+        # Not by the module's own methods, which search three dicts for every name.
         dicts = [(name, entries) for m, name in self._modules.items() for entries in (m._parameters, m._buffers, m._modules)]
-        self._dicts = [(f"{name}." if name else "", entries, dict(entries)) for name, entries in dicts]  # as they are now
+        self._dicts = [(f"{name}." if name else "", entries, dict(entries)) for name, entries in dicts]  # with a copy
         self._full = [entries for _, entries in dicts if entries]
         self._empty = [entries for _, entries in dicts if not entries]
         self._contents = self._read_contents()
@@ -150,7 +150,7 @@ class Guards:
         self._tensors = self._updated | {t: name for t, name in others.items() if is_one_piece[t]}
         self._sees_gradients = all(is_one_piece.values())
         self.addresses = Addresses([*self._tensors])
-        self._places = list(map(tensor_place, self._tensors))
+        self._texts = list(map(tensor_text, self._tensors))
         named = {
             "requires_grad": self.params.values(),
             "training mode": (n or type(m).__name__ for m, n in self._modules.items()),
@@ -160,10 +160,10 @@ class Guards:
         self._flags = self._read_flags()
 
     def change(self) -> str:
-        """What is not as it was, with old and new value; empty if everything is.
+        """Return the first change, with old and new value; empty if nothing changed.
 
         Raises:
-            RuntimeError: a module holds another tensor in place of a parameter, and its optimizer was not told.
+            RuntimeError: a module has another tensor instead of a parameter, and its optimizer does not have that tensor.
         """
         contents = self._read_contents()
         if any(self._empty) or len(contents) != len(self._contents) or not all(map(is_, contents, self._contents)):
@@ -171,21 +171,21 @@ class Guards:
         self.addresses.read()
         if self.addresses.moved:
             names = (f"parameter '{name}'" for name in self._tensors.values())
-            return _first_change(names, self._places, map(tensor_place, self._tensors))
+            return _first_change(names, self._texts, map(tensor_text, self._tensors))
         flags = self._read_flags()
         return "" if flags == self._flags else _first_change(self._flag_names, self._flags, flags)
 
     @property
     def gradients(self) -> object:
-        """What was seen of the gradients: equal to what it was before if none was replaced since."""
+        """A token of the gradients: equal to an earlier one if none was replaced since."""
         return self.addresses.version if self._sees_gradients and not self.addresses.unlike else object()
 
     def mark(self, written: Collection[Tensor]) -> None:
-        """Note the parameters that the step writes: ``addresses.finish`` tells autograd about them."""
+        """Record the parameters that the step writes: ``addresses.finish`` increments their versions for autograd."""
         self.addresses.set_written([t in written for t in self._tensors])
 
     def put_back(self) -> None:
-        """Let the modules hold what they held."""
+        """Restore the tensors and modules that the modules had."""
         for _, entries, before in self._dicts:
             if list(entries) != list(before) or not all(map(is_, entries.values(), before.values())):
                 entries.clear()
@@ -211,7 +211,7 @@ class Guards:
         return "entries of a module changed their order"
 
     def _read_flags(self) -> list[Any]:
-        """Whether parameters require grad, whether modules are in training mode, and torch's modes."""
+        """Return ``requires_grad`` of parameters, ``training`` of modules, and torch's modes."""
         kind = next(iter(self.params)).device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled(), autocast
@@ -226,18 +226,18 @@ def _first_change(names: Iterable[str], old: Iterable[Any], new: Iterable[Any]) 
 def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
     """Collect the parameters whose gradients ``zero_grad`` sets to None before anything used or changed them.
 
-    No gradient is kept alive for that.
+    It keeps no gradient alive.
     """
     runs = [engine.runs for engine in engines]
     params = [p for engine in engines for p in engine.params]
-    seen = [(None, 0) if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in params]
-    places: set[int] = set()  # in ``params``: Dynamo traces what follows, and knows no sets of tensors
+    initial = [(None, 0) if p.grad is None else (weakref.ref(p.grad), p.grad._version) for p in params]
+    indices: set[int] = set()  # in ``params``: Dynamo traces the function below, and supports no sets of tensors
     dropped: set[Tensor] = set()
 
     def note(optimizer: Engine) -> None:
         used = {id(p) for engine, before in zip(engines, runs, strict=True) if engine.runs > before for p in engine.params}
         wanted = {id(p) for p in optimizer.params if id(p) not in used}
-        for place, (param, (reference, version)) in enumerate(zip(params, seen, strict=True)):
+        for index, (param, (reference, version)) in enumerate(zip(params, initial, strict=True)):
             if id(param) in wanted:
                 grad = param.grad
                 if grad is None or reference is None:
@@ -245,61 +245,61 @@ def watching_zero_grad(engines: Sequence[Engine]) -> Iterator[set[Tensor]]:
                 else:
                     is_untouched = reference() is grad and version == grad._version
                 if is_untouched:
-                    places.add(place)
+                    indices.add(index)
 
     try:
         for engine in engines:
             engine.note_zero_grad = note
         yield dropped
     finally:
-        dropped.update(params[place] for place in places)
+        dropped.update(params[index] for index in indices)
         for engine in engines:
             engine.note_zero_grad = None
 
 
-_KEY = "compiled_optim.capture"  # in the metadata of a node, which live as long as it does
+_KEY = "compiled_optim.capture"  # in the metadata of a node, which live as long as the node
 _ELSEWHERE = "made elsewhere"
 
 
 class LiveAutograd:
-    """The parameters whose autograd nodes were made outside of one runner's calls, and are held through them."""
+    """The parameters whose autograd nodes were made outside of a runner's calls, and live through them."""
 
     def __init__(self) -> None:
-        self._through: set[Tensor] = set()  # parameters whose nodes lived through the last call
-        self._let_go: set[Tensor] = set()  # those whose nodes did not
+        self._through: set[Tensor] = set()  # parameters whose marked nodes lived through the last call
+        self._released: set[Tensor] = set()  # those whose marked nodes did not
 
     def adopt(self, params: Iterable[Tensor]) -> None:
-        """Take the nodes that exist as made on the stream on which the runner captures."""
+        """Mark the existing nodes as made on the stream on which the runner captures."""
         for _, notes in _notes(params):
             notes[_KEY] = self
 
     @contextlib.contextmanager
     def watching(self, params: Collection[Tensor]) -> Iterator[None]:
-        """Note which nodes live through a call on the stream of the capture, and take those that it makes."""
-        before = self._held(params)
+        """Record which nodes live through a call on the stream of the capture, and adopt those that it makes."""
+        before = self._foreign(params)
         yield
         self._through = _made_elsewhere(params)
-        self._let_go = before - self._through
+        self._released = before - self._through
         self.adopt(p for p in params if p not in self._through)
 
     def allow_capture(self, params: Mapping[Tensor, str]) -> bool:
-        """Whether all autograd nodes that were made outside of the runner are ones that the last call released.
+        """Return whether all autograd nodes that were made outside of the runner were released by the last call.
 
         Raises:
-            RuntimeError: a node is still held that was held through the last call; ``params`` has its parameter's name.
+            RuntimeError: a node is alive that lived through the last call; ``params`` has its parameter's name.
         """
-        live = self._held(params)
-        held = [f"'{name}'" for param, name in params.items() if param in live & self._through]
-        if held:
+        live = self._foreign(params)
+        names = [f"'{name}'" for param, name in params.items() if param in live & self._through]
+        if names:
             raise RuntimeError(
-                f"a tensor that depends on {first_three(held)}, such as the loss, still holds the autograd graph of an "
+                f"a tensor that depends on {first_three(names)}, such as the loss, still holds the autograd graph of an "
                 "uncaptured step, so that no backward pass can be captured: detach() it before you keep it. "
                 "DistributedDataParallel keeps such a graph; wrap the model on a stream, and pass stream= to the runner"
             )
-        return live <= self._let_go
+        return live <= self._released
 
-    def _held(self, params: Collection[Tensor]) -> set[Tensor]:
-        """Mark the nodes that the runner did not make, and return the parameters whose nodes somebody holds."""
+    def _foreign(self, params: Collection[Tensor]) -> set[Tensor]:
+        """Mark the nodes that the runner did not make, and return the parameters whose marked nodes are alive."""
         for _, notes in _notes(params):
             if notes.get(_KEY) is not self:
                 notes[_KEY] = _ELSEWHERE
@@ -307,13 +307,13 @@ class LiveAutograd:
 
 
 def _made_elsewhere(params: Iterable[Tensor]) -> set[Tensor]:
-    """The parameters with marked nodes; a mark is gone with its node."""
-    torch.clear_autocast_cache()  # nobody holds the weights in it
+    """Return the parameters with marked nodes; a mark disappears with its node."""
+    torch.clear_autocast_cache()  # it keeps nodes alive that nothing else does
     return {param for param, notes in _notes(params) if notes.get(_KEY) == _ELSEWHERE}
 
 
 def _notes(params: Iterable[Tensor]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
-    """Each parameter that takes gradients, with the metadata of its node, which is made where there is none."""
+    """Yield each parameter that takes gradients, with the metadata of its autograd node, which is made if it has none."""
     for param in params:
         if param.requires_grad and param.is_leaf:
             yield param, cast("dict[str, Any]", get_gradient_edge(param).node.metadata)

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from compiled_optim.capture.graph import CudaGraph, Run, graph_of
-from compiled_optim.capture.guards import Guards, LiveAutograd, gradient_place, watching_zero_grad
+from compiled_optim.capture.guards import Guards, LiveAutograd, gradient_text, watching_zero_grad
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper
 from compiled_optim.step.engine import Engine, recorded_by_runner
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
-"""What may stand beside tensors among inputs and outputs."""
+"""The types of inputs and outputs besides tensors."""
 
 
 class FunctionRun(Run):
@@ -47,11 +47,11 @@ class FunctionRun(Run):
 
     def _forget(self) -> None:
         self._inputs: StaticInputs | None = None
-        self._warmed: Guards | None = None  # what the last warm-up left
+        self._warmed: Guards | None = None  # the facts after the last warm-up
         self._recorded: RecordedStep | None = None
 
     def __call__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """One training step."""
+        """Run one training step."""
         if self._has_moved():
             if self._recorded is not None:
                 self._drop(f"the parameters moved from {self._device}")
@@ -61,7 +61,7 @@ class FunctionRun(Run):
         if self._inputs is None:
             self._inputs = StaticInputs(self._function, None if self._graph is None else self._device, args, kwargs)
         else:
-            given, cause = self._inputs.checked(args, kwargs)
+            leaves, cause = self._inputs.checked(args, kwargs)
             if self._recorded is not None:
                 cause = cause or self._recorded.change() or ("" if self._recorded.follow() else self._explain())
                 if cause:
@@ -69,7 +69,7 @@ class FunctionRun(Run):
                     self._recorded = None
             elif cause:
                 self._pending = max(self._pending, 1)
-            self._inputs.load(given)
+            self._inputs.load(leaves)
         if self._graph is None:
             outputs = self._call()
         elif self._recorded is None and (self._pending or not self._is_settled()):
@@ -90,7 +90,7 @@ class FunctionRun(Run):
             return self._call()
 
     def _warm_up(self, graph: CudaGraph) -> Any:
-        """Run the function as it is, and note what its capture is to find."""
+        """Run the function without capture, and record the facts that the capture assumes."""
         self._pending = max(self._pending - 1, 0)
         launches = [engine.launches for engine in self._engines]
         params = Guards(self._engines, self._modules).params
@@ -102,14 +102,14 @@ class FunctionRun(Run):
         return outputs
 
     def _is_settled(self) -> bool:
-        """Whether a capture would find gradients and parameters as the last call left them, and would rebuild no step.
+        """Return whether gradients and parameters are as after the last call, and a capture would rebuild no step.
 
-        It is an error if somebody keeps the graph of an uncaptured step, since no capture is possible then.
+        It is an error if the autograd graph of an uncaptured step is alive, since no capture is possible then.
         """
         self._common_device()
         stepped = zip(self._engines, self._launches, strict=True)
-        known = all(followed(engine) is not None for engine, launches in stepped if launches)  # else the capture refuses
-        if not known or self._warmed is None or self._warmed.change():
+        is_known = all(followed(engine) is not None for engine, launches in stepped if launches)  # else the capture raises
+        if not is_known or self._warmed is None or self._warmed.change():
             return False
         return self._autograd.allow_capture(self._warmed.params)
 
@@ -122,7 +122,7 @@ class FunctionRun(Run):
                 recorded.outputs = graph.capture(self._record)
             recorded.check()
         except BaseException:
-            self._pending = 1  # a step in between derives what the function may have changed
+            self._pending = 1  # an uncaptured step follows changes that the function may have made
             graph.release()
             recorded.undo()
             raise
@@ -144,13 +144,13 @@ def _detached(output: Any) -> Any:
 
 
 class RecordedStep:
-    """What the capture of a training step of ``engines`` found and left outside of the graph, and its outputs.
+    """The gradients, outputs and assumptions of a captured training step of ``engines``.
 
-    The capture finds what the ``guards`` saw. ``zero_grad`` may drop a gradient before anything is added to it. The value of
-    such a gradient does not matter, and the capture finds None in its place: so for the parameters in ``cleared``, whose
-    gradients the function drops, as far as is known before the capture. Any other gradient is read, or added to, where the
-    capture found it, so the gradient that a parameter has later is copied to there. A parameter that no optimizer of the
-    step updates matters only if the step changes its gradient.
+    The ``guards`` were read just before. ``zero_grad`` may drop a gradient before anything is added to it. The value of such
+    a gradient does not matter, and is None during the capture. These are the gradients of the parameters in ``cleared``, as
+    far as known before the capture. The graph reads any other gradient, or adds to it, at its address in the capture, so a
+    later gradient of the parameter is copied there. A parameter that no optimizer of the step updates matters only if the
+    step changes its gradient.
     """
 
     outputs: Any = None  # of the function, which every replay writes
@@ -164,27 +164,27 @@ class RecordedStep:
         for param in guards.params:
             if param in cleared:
                 param.grad = None
-        self._found = [(p.grad, 0 if p.grad is None else p.grad._version) for p in guards.params]
-        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and where the graph reads their gradients
-        self._left: list[tuple[Tensor, Tensor | None]] = []
-        self._repeats = True  # whether the step leaves what it finds: nothing is to be done where no gradient was replaced
-        self._settled: object = None  # the gradients, as the guards saw them, when nothing was to be done about them
+        self._initial = [(p.grad, 0 if p.grad is None else p.grad._version) for p in guards.params]
+        self._read: list[tuple[Tensor, Tensor | None]] = []  # parameters, and the gradients that the graph reads
+        self._final: list[tuple[Tensor, Tensor | None]] = []  # parameters, and their gradients after the step
+        self._repeats = True  # whether the step leaves the gradients that it reads: only replaced ones are then copied
+        self._settled: object = None  # the guards' token of gradients that need no copy
 
     @contextlib.contextmanager
     def capturing(self, launches: Sequence[int]) -> Iterator[None]:
-        """Watch a capture of so many launches of each optimizer, and note what it leaves."""
+        """Watch a capture of this number of launches of each optimizer, and record its gradients."""
         with contextlib.ExitStack() as stack:
             self._dropped = stack.enter_context(watching_zero_grad(self._engines))
             for engine, count in zip(self._engines, launches, strict=True):
                 stack.enter_context(graph_of(engine.step).reserve(count))
             yield
-        for i, (param, (found, version)) in enumerate(zip(self._guards.params, self._found, strict=True)):
-            left = param.grad
-            if i < self._guards.updated or left is not found or (found is not None and found._version != version):
-                self._left.append((param, left))
+        for i, (param, (initial, version)) in enumerate(zip(self._guards.params, self._initial, strict=True)):
+            final = param.grad
+            if i < self._guards.updated or final is not initial or (initial is not None and initial._version != version):
+                self._final.append((param, final))
                 if param not in self._dropped:
-                    self._read.append((param, found))
-                    self._repeats &= left is found
+                    self._read.append((param, initial))
+                    self._repeats &= final is initial
         versions = zip(self._guards.params, self._param_versions, strict=True)
         self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
@@ -192,10 +192,10 @@ class RecordedStep:
         self._keys = self._followed()
 
     def check(self) -> None:
-        """Refuse a function whose Python changed what a replay could not change again.
+        """Refuse a function whose Python made a change that a replay would not repeat.
 
         Raises:
-            RuntimeError: naming it.
+            RuntimeError: naming the change.
         """
         for engine, hypers, steps in zip(self._engines, self._hypers, self._steps, strict=True):
             if not steps:
@@ -217,50 +217,50 @@ class RecordedStep:
                     f"the function drops the gradient of '{name}' in some calls and in others does not; a graph can only "
                     "do the same in every call"
                 )
-        self._originals, self._found = [], []  # which nobody reads again
+        self._originals, self._initial = [], []  # unused from now on
 
     def undo(self) -> None:
-        """Put back gradients, and what modules hold, after a capture that failed."""
+        """Restore gradients, and entries of modules, after a failed capture."""
         for param, original in zip(self._guards.params, self._originals, strict=True):
             param.grad = original
         self._guards.put_back()
 
     def change(self) -> str:
-        """The change that the graph cannot follow, with old and new value; empty if there is none.
+        """Return the change that the graph cannot follow, with old and new value, or "".
 
-        Gradients are copied to where the graph reads them.
+        Gradients are copied to the tensors that the graph reads.
         """
         change = self._guards.change()
         if change or (self._repeats and self._guards.gradients == self._settled):
             return change
         self._settled = None
         copied: list[tuple[Tensor, Tensor]] = []
-        for param, found in self._read:  # none where the function drops its gradients first
+        for param, read in self._read:  # none if the function drops its gradients first
             grad = param.grad
-            if grad is found:
+            if grad is read:
                 continue
-            if grad is None or found is None or not _fits(grad, found):
-                return f"gradient of '{self._guards.params[param]}' {gradient_place(found)} -> {gradient_place(grad)}"
-            copied.append((found, grad))
+            if grad is None or read is None or not _fits(grad, read):
+                return f"gradient of '{self._guards.params[param]}' {gradient_text(read)} -> {gradient_text(grad)}"
+            copied.append((read, grad))
         with torch.no_grad():
-            for found, grad in copied:
-                if found.is_sparse:
-                    found._indices().copy_(grad._indices())
-                    found._values().copy_(grad._values())
+            for read, grad in copied:
+                if read.is_sparse:
+                    read._indices().copy_(grad._indices())
+                    read._values().copy_(grad._values())
                 else:
-                    found.copy_(grad)
+                    read.copy_(grad)
         return ""
 
     def follow(self) -> bool:
-        """Hand over what was assigned since the last call; False if a graph of another step is needed."""
+        """Pass values assigned since the last call to the graph; return False if it needs another graph."""
         return self._followed() == self._keys
 
     def replayed(self) -> None:
-        """Do what the function's Python would have done besides."""
+        """Assign gradients and count steps, as the function's Python would have done."""
         if self._settled is None:
-            for param, left in self._left:
-                if param.grad is not left:
-                    param.grad = left
+            for param, final in self._final:
+                if param.grad is not final:
+                    param.grad = final
             self._guards.addresses.read()
             self._settled = self._guards.gradients
         self._guards.addresses.finish()
@@ -272,16 +272,16 @@ class RecordedStep:
         return list(map(followed, self._engines, self._scalers))
 
 
-def _fits(grad: Tensor, found: Tensor) -> bool:
-    if grad.shape != found.shape or grad.layout != found.layout:
+def _fits(grad: Tensor, read: Tensor) -> bool:
+    if grad.shape != read.shape or grad.layout != read.layout:
         return False
-    return not grad.is_sparse or (grad._nnz() == found._nnz() and grad.is_coalesced() == found.is_coalesced())
+    return not grad.is_sparse or (grad._nnz() == read._nnz() and grad.is_coalesced() == read.is_coalesced())
 
 
 def followed(engine: Engine, scaler: tuple[Any, ...] | None = None) -> tuple[object, ...] | None:
-    """Hand what was assigned over to a graph of the engine's step, and return what the graph depends on.
+    """Pass assigned values to a graph of the engine's step, and return the graph's key.
 
-    Returns None if the step is not current. The graph reads the tensors ``scaler``, by default those of the last step.
+    Return None if the step is not current. The graph reads the tensors ``scaler``, by default those of the last step.
     """
     if engine.step is None:
         return None
@@ -292,7 +292,7 @@ def followed(engine: Engine, scaler: tuple[Any, ...] | None = None) -> tuple[obj
 
 
 def _hypers_of(engine: Engine) -> dict[str, tuple[Tensor, int]]:
-    """The live hyperparameter tensors by name, with versions, but those that the step itself sets on a schedule."""
+    """Return the live hyperparameter tensors by name, with versions, without those that follow a schedule in the step."""
     return {
         f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (tensor, tensor._version)
         for i, group in enumerate(engine.groups)
@@ -326,30 +326,30 @@ class StaticInputs:
         self._leaves = [leaf.clone() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves]
 
     def checked(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[list[Any], str]:
-        """The tensors and constants of a call, and which constant is another than was loaded last, with old and new value.
+        """Return the tensors and constants of a call, and the first changed constant, with old and new value.
 
-        An error if the arguments' structure or the shape, dtype or device of a tensor is unlike those of the first call.
+        An error if the arguments' structure or the shape, dtype or device of a tensor differs from the first call.
         """
         leaves, structure = pytree.tree_flatten((args, dict(sorted(kwargs.items()))))
         if structure != self._structure:
             raise ValueError(f"the arguments must be structured as in the first call: {self._structure}, got {structure}")
         change = ""
-        for name, own, leaf in zip(self._names, self._leaves, leaves, strict=True):
+        for name, static, leaf in zip(self._names, self._leaves, leaves, strict=True):
             _check_kind(name, leaf)
-            if _form(own) != _form(leaf):
-                difference = f"{name} must be {_form_in_words(own)} as in the first call, got {_form_in_words(leaf)}"
-                raise ValueError(difference + _remedy(own, leaf))
-            if not isinstance(own, Tensor) and (type(own) is not type(leaf) or not (own is leaf or own == leaf)):
-                change = change or f"{name} {own!r} -> {leaf!r}"
+            if _form(static) != _form(leaf):
+                difference = f"{name} must be {_form_in_words(static)} as in the first call, got {_form_in_words(leaf)}"
+                raise ValueError(difference + _remedy(static, leaf))
+            if not isinstance(static, Tensor) and (type(static) is not type(leaf) or not (static is leaf or static == leaf)):
+                change = change or f"{name} {static!r} -> {leaf!r}"
         return leaves, change
 
     def load(self, leaves: list[Any]) -> None:
-        """Copy the tensors of ``leaves`` in and take over the constants."""
-        for i, (own, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
-            if not isinstance(own, Tensor):
+        """Copy the tensors of ``leaves`` in and replace the constants."""
+        for i, (static, leaf) in enumerate(zip(self._leaves, leaves, strict=True)):
+            if not isinstance(static, Tensor):
                 self._leaves[i] = leaf
-            elif own is not leaf:
-                own.copy_(leaf, non_blocking=True)
+            elif static is not leaf:
+                static.copy_(leaf, non_blocking=True)
 
     def call(self) -> Any:
         """Call the function with the copies and the constants."""
@@ -366,7 +366,7 @@ def _check_kind(name: str, leaf: Any) -> None:
 
 
 def _name(function: Callable[..., Any], path: tuple[pytree.KeyEntry, ...]) -> str:
-    """The name of an argument or of an entry in one: ``x``, ``batch['ids']`` or ``args[2]``."""
+    """Return the name of an argument or of an entry in one: ``x``, ``batch['ids']`` or ``args[2]``."""
     _, first, *entries = path
     if isinstance(first, pytree.MappingKey):
         return f"{first.key}{pytree.keystr(tuple(entries))}"
@@ -390,9 +390,9 @@ def _form_in_words(leaf: Any) -> str:
     return f"a {str(leaf.dtype).removeprefix('torch.')} tensor of shape {tuple(leaf.shape)} on {leaf.device}"
 
 
-def _remedy(own: Any, leaf: Any) -> str:
-    """What to do about a tensor that is only shorter than the first one, as in a last batch."""
-    both = isinstance(own, Tensor) and isinstance(leaf, Tensor)
-    if not both or own.shape[1:] != leaf.shape[1:] or own.shape[:1] <= leaf.shape[:1]:
+def _remedy(first: Any, leaf: Any) -> str:
+    """Return advice about a tensor that is only shorter than the first one, as in a last batch, or ""."""
+    both = isinstance(first, Tensor) and isinstance(leaf, Tensor)
+    if not both or first.shape[1:] != leaf.shape[1:] or first.shape[:1] <= leaf.shape[:1]:
         return ""
     return "; for a smaller last batch, give the DataLoader drop_last=True or call the function without the runner"

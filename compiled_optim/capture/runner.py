@@ -54,7 +54,7 @@ class CUDAGraphRunner:
             overwrites. Outputs are detached in both cases.
 
     Raises:
-        TypeError: an argument is not what its description says.
+        TypeError: an argument has another type than described here.
         ValueError: ``warmup`` or ``recaptures`` is out of range, or an optimizer is given twice, or the optimizers'
             parameters are on several devices, or elsewhere than ``stream``, or not updated with
             ``lowering="multi_tensor"``, or L-BFGS would decide on the host when to stop.
@@ -81,43 +81,43 @@ class CUDAGraphRunner:
         else:
             if not callable(target):
                 raise TypeError(f"target must be an optimizer of compiled_optim or a function, got {_origin(target)}")
-            given = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers or ())
-            if strange := [_origin(o) for o in given if not isinstance(o, CompiledOptimizer)] or ["none"] * (not given):
+            passed = [optimizers] if isinstance(optimizers, torch.optim.Optimizer) else list(optimizers or ())
+            if strange := [_origin(o) for o in passed if not isinstance(o, CompiledOptimizer)] or ["none"] * (not passed):
                 wanted = "optimizers must be the optimizers of compiled_optim that the function steps, at least one"
                 raise TypeError(f"{wanted}; got {', '.join(strange)}")
-            if len(set(map(id, given))) < len(given):
+            if len(set(map(id, passed))) < len(passed):
                 raise ValueError("optimizers holds the same optimizer twice")
             roots = modules_of(target) if modules is None else [modules] if isinstance(modules, nn.Module) else modules
-            self._run = FunctionRun(target, given, list(roots), warmup, recaptures, stream, clone_outputs)
+            self._run = FunctionRun(target, passed, list(roots), warmup, recaptures, stream, clone_outputs)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimization step, as the optimizer's own ``step`` does, hooks included.
 
-        ``torch.amp.GradScaler.step`` takes the runner in the optimizer's place.
+        ``torch.amp.GradScaler.step`` takes the runner instead of the optimizer.
 
         Args:
             closure: re-evaluates the model, with gradients enabled, and returns the loss; it is not captured.
 
         Raises:
             TypeError: the runner holds a whole training step.
-            RuntimeError: the runner was released, or needs more captures than ``recaptures`` allows; names what changed.
+            RuntimeError: the runner was released, or needs more captures than ``recaptures`` allows; naming the change.
             RecompileError: the graph is stale inside ``no_recompiles``. The step was not taken.
         """
         run = self._alive()
         if not isinstance(run, StepRun):
             raise TypeError("this runner holds a whole training step; call it with the step's inputs")
-        own = vars(self)
-        scaler: dict[str, Any] = {name: own[name] for name in ("grad_scale", "found_inf") if name in own}
+        attributes = vars(self)
+        scaler: dict[str, Any] = {name: attributes[name] for name in ("grad_scale", "found_inf") if name in attributes}
         return run.step(closure, scaler)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the training step on these inputs and return what the function returns.
+        """Run the training step on these inputs and return the function's result.
 
         Raises:
-            TypeError: the runner holds an optimizer's step alone, or an input or what the function returns is neither a
+            TypeError: the runner holds an optimizer's step alone, or an input or a result of the function is neither a
                 tensor nor a constant.
             ValueError: an input's structure, shape, dtype or device is another than in the first call, naming it.
-            RuntimeError: as :meth:`step`; or the function does in Python what a replay could not repeat.
+            RuntimeError: as :meth:`step`; or the function does something in Python that a replay could not repeat.
             RecompileError: as :meth:`step`.
         """
         run = self._alive()
@@ -128,7 +128,7 @@ class CUDAGraphRunner:
     def release(self) -> None:
         """Free the graph and its memory, and end the runner. The end of a ``with`` block and deletion do so too.
 
-        Gradients and outputs that somebody holds stay valid.
+        Gradients and outputs that you hold stay valid.
         """
         if self._run is not None:
             self._run.release()
@@ -152,7 +152,7 @@ class CUDAGraphRunner:
         return self
 
     def __exit__(self, error: object, *details: object) -> None:
-        with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError):  # which would hide it
+        with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError):  # not to hide the error
             self.release()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -160,7 +160,7 @@ class CUDAGraphRunner:
 
 
 def _origin(value: Any) -> str:
-    """The class of a value, with the package that it comes from."""
+    """Return the class of a value, with its package."""
     return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 

@@ -24,7 +24,7 @@ from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.rule.declared import rule_name
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
-from compiled_optim.state import OptimizerState, ParamState, StateForm, has_own_entries, initial_values
+from compiled_optim.state import OptimizerState, ParamState, StateForm, has_declared_entries, initial_values
 
 _SEEDS = 0x9E3779  # the distance between the seeds of a DTensor's shards
 
@@ -297,7 +297,7 @@ def partition(
         rule_of_group = rule_name(group.kind)
         for param, j in parameters_of(group).items():
             is_needed = grad_of(param) is not None
-            if not (param.requires_grad or is_needed or has_own_entries(rule, state.get(param, {}))):
+            if not (param.requires_grad or is_needed or has_declared_entries(rule, state.get(param, {}))):
                 continue
             name = names[j]
             if reason := layout.obstacle(param):

@@ -1,1 +1,1 @@
-"""A step on a GPU that is not there: what Triton makes of its kernels, what it launches, and what the assembler says."""
+"""A step on a simulated GPU: the kernels that Triton compiles, the launches, and the assembler's report."""

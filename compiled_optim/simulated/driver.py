@@ -1,4 +1,4 @@
-"""A driver of Triton that compiles for a GPU that is not there, and launches nothing; this file works alone."""
+"""A driver of Triton that compiles for a simulated GPU, and launches nothing; this file works alone."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 
 def driver(arch: int, launched: Callable[..., object] | None = None) -> types.SimpleNamespace:
-    """A driver of Triton for compute capability ``arch``: it loads nothing, and what it launches it tells ``launched``.
+    """Return a driver of Triton for compute capability ``arch``: it loads nothing, and a launch only calls ``launched``.
 
-    ``launched`` takes what was compiled, as Triton describes it, its metadata, and all that Triton hands to its launcher.
+    ``launched`` takes Triton's description of the compiled source, its metadata, and the arguments of Triton's launcher.
     """
     from triton.backends.compiler import GPUTarget
 
@@ -32,5 +32,5 @@ def driver(arch: int, launched: Callable[..., object] | None = None) -> types.Si
 
 
 def answer(value: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return ``value``, whatever else is asked."""
+    """Return ``value``, and ignore the other arguments."""
     return value

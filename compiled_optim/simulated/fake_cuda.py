@@ -1,4 +1,4 @@
-"""A CUDA device that is not there: tensors without memory, for which Inductor and Triton compile, launching nothing."""
+"""A simulated CUDA device: tensors without memory, for which Inductor and Triton compile, launching nothing."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from compiled_optim.simulated.driver import answer, driver
 
 _DATA_PTR = Tensor.data_ptr
 _ROOM = 1 << 36  # bytes between the addresses of two storages
-_PLACES: dict[int, int] = {}  # of storages, by their own number
+_NUMBERS: dict[int, int] = {}  # of storages, counted from 1, by torch's identity of each
 
 _MULTIPROCESSORS = {80: 108, 90: 132, 100: 148}
 _DEVICE_TYPES = 22  # entries of c10's registry of device guards
-_CUDA, _MPS, _META = 1, 13, 14  # positions in it
+_CUDA, _MPS, _META = 1, 13, 14  # indices in it
 
 
 def triton_target(arch: int) -> contextlib.AbstractContextManager[object]:
@@ -39,11 +39,11 @@ def triton_target(arch: int) -> contextlib.AbstractContextManager[object]:
 def fake_cuda(arch: int) -> Iterator[None]:
     """Make ``device="cuda"`` a GPU of compute capability ``arch`` whose tensors are fake.
 
-    ``data_ptr`` of such a tensor is a number of its own, a multiple of 16 for a tensor at the beginning of its storage.
-    ``torch.cuda.is_available`` keeps saying no, since FakeTensorMode would initialise a device that is.
+    ``data_ptr`` of such a tensor is a unique number, a multiple of 16 for a tensor at the beginning of its storage.
+    ``torch.cuda.is_available`` still returns False, since FakeTensorMode would initialise an available device.
 
-    As CUDA it refuses to pin what is not a dense tensor of the host, to mix devices, and to tell the host a value. It cannot
-    refuse what kernels find in their tables, such as an address of the host, and has neither streams nor captures.
+    As CUDA it refuses to pin anything but dense tensors of the host, to mix devices, and to return a value to the host. It
+    cannot refuse wrong entries in tables of kernels, such as an address of the host, and has neither streams nor captures.
     """
     from torch._dynamo import device_interface
     from torch._dynamo.variables.torch import TorchInGraphFunctionVariable
@@ -51,7 +51,7 @@ def fake_cuda(arch: int) -> Iterator[None]:
     from torch._inductor.runtime import triton_helpers
     from torch._inductor.runtime.hints import DeviceProperties
 
-    device_interface.get_interface_for_device("cpu")  # fills the registry, over what was registered before
+    device_interface.get_interface_for_device("cpu")  # fills the registry, and overwrites earlier entries
     TorchInGraphFunctionVariable._get_handlers()  # a table of torch's functions, which are replaced below
 
     limits = {"max_threads_per_multi_processor": 2048, "max_threads_per_block": 1024, "regs_per_multiprocessor": 65536}
@@ -87,13 +87,13 @@ def fake_cuda(arch: int) -> Iterator[None]:
         mock.patch.object(triton_helpers, "set_driver_to_gpu"),
         mock.patch.multiple(Tensor, data_ptr=_address, pin_memory=_pinned, is_pinned=_is_pinned),
         mock.patch.object(torch_internals, "is_fake", _is_not_fake),
-        # It computes constants on the device, and caches graphs of a device that is not there.
+        # It would compute constants on the device, and cache graphs of a simulated device.
         config.patch(joint_graph_constant_folding=False, fx_graph_cache=False, compile_threads=1),
         FakeTensorMode(allow_non_fake_inputs=True),
         _RealHost(),  # type: ignore[no-untyped-call]
     ):
         for function in (*vars(torch.utils._triton).values(), DeviceProperties.create):
-            if hasattr(function, "cache_clear"):  # it remembers the device
+            if hasattr(function, "cache_clear"):  # it caches the device
                 function.cache_clear()
                 stack.callback(function.cache_clear)
         yield
@@ -110,7 +110,7 @@ class _RealHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(hasattr(kind, "__tensor_flatten__") for kind in types):
-            return NotImplemented  # such a tensor wraps others, which come here
+            return NotImplemented  # such a tensor wraps others, which are dispatched here
         kwargs = kwargs or {}
         elsewhere = torch.device(kwargs.get("device") or "cpu").type != "cpu"
         fake = any(isinstance(leaf, FakeTensor) for leaf in torch.utils._pytree.tree_leaves((args, kwargs)))
@@ -123,7 +123,7 @@ class _RealHost(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 @contextlib.contextmanager
 def _device_guard(device: int = _CUDA) -> Iterator[None]:
-    """Let a CPU build of torch enter a CUDA device: with the guard of the meta device, which does nothing."""
+    """Let a CPU build of torch enter a CUDA device, by using the guard of the meta device, which does nothing."""
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * _DEVICE_TYPES).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before = guards[device]
@@ -135,7 +135,7 @@ def _device_guard(device: int = _CUDA) -> Iterator[None]:
 
 
 def _check_devices(name: str, args: Any, kwargs: dict[str, Any], *, on_device: bool) -> None:
-    """Refuse, in torch's words, what fake tensors allow and CUDA does not."""
+    """Raise torch's errors for operations that fake tensors allow and CUDA does not."""
     if on_device and kwargs.get("pin_memory"):
         raise RuntimeError("Only dense CPU tensors can be pinned")
     on_device = on_device or (bool(args) and isinstance(args[0], Tensor) and args[0].is_cuda)
@@ -148,7 +148,7 @@ def _check_devices(name: str, args: Any, kwargs: dict[str, Any], *, on_device: b
 
 
 def _pinned(tensor: Tensor, device: object = None) -> Tensor:
-    """As ``Tensor.pin_memory``."""
+    """Return a pinned tensor, as ``Tensor.pin_memory``."""
     if not tensor.is_cpu or tensor.layout != torch.strided:
         raise RuntimeError(f"cannot pin '{tensor.type()}' only dense CPU tensors can be pinned")
     if not _is_pinned(tensor):
@@ -161,11 +161,11 @@ def _is_pinned(tensor: Tensor, device: object = None) -> bool:
     return tensor.layout == torch.strided and hasattr(tensor.untyped_storage(), "is_page_locked")
 
 
-_is_not_fake = functools.partial(answer, False)  # a mock would keep every tensor that it was called with
+_is_not_fake = functools.partial(answer, False)  # a mock would keep all its arguments alive
 
 
 def _address(tensor: Tensor) -> int:
     if not isinstance(tensor, FakeTensor):
         return _DATA_PTR(tensor)
-    place = _PLACES.setdefault(int(tensor.untyped_storage()._cdata), len(_PLACES) + 1)
-    return 0 if tensor.numel() == 0 else place * _ROOM + int(tensor.storage_offset()) * tensor.element_size()
+    number = _NUMBERS.setdefault(int(tensor.untyped_storage()._cdata), len(_NUMBERS) + 1)
+    return 0 if tensor.numel() == 0 else number * _ROOM + int(tensor.storage_offset()) * tensor.element_size()

@@ -1,8 +1,8 @@
-"""What a compiled kernel does, read from its PTX: the memory traffic of one program, and what the assembler makes of it.
+"""Analysis of a compiled kernel from its PTX: the memory traffic of one program, and the assembler's report.
 
-Accesses whose address depends on the thread belong to elements; the others read a table, once per program. Where several
-threads access one address, as they do where elements share a number, memory moves it once. The path that counts is the one
-with the most accesses of 16 bytes and the fewest masked ones, where a program finds a whole, well aligned chunk of elements.
+Accesses whose address depends on the thread are of elements; the others read a table, once per program. If several threads
+access one address, because elements share a number, memory moves it once. The full path is the one with the most accesses of
+16 bytes and the fewest masked ones: a program takes it for a complete, well aligned chunk of elements.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ class Access(NamedTuple):
     """One global memory access of a thread."""
 
     kind: str  # ``ld``, ``st``, ``atom`` or ``red``
-    width: str  # of what it moves: ``v4.b32``
-    bytes: int  # that a thread moves
+    width: str  # of the moved value: ``v4.b32``
+    bytes: int  # moved by a thread
     masked: bool  # whether it is predicated
     elementwise: bool  # whether its address differs between threads
-    program_bytes: int  # between memory and all threads of a program: what threads share counts once
+    program_bytes: int  # between memory and all threads of a program: a shared address counts once
 
     def __str__(self) -> str:
         return f"{self.kind}.{self.width}"
 
 
 class Resources(NamedTuple):
-    """What the assembler gives one kernel."""
+    """The resources that the assembler assigns to one kernel."""
 
     registers: int  # of a thread
     spills: int  # in bytes
@@ -50,10 +50,10 @@ class Resources(NamedTuple):
 
 @functools.lru_cache(maxsize=1024)
 def resources(ptx: str, arch: int) -> Resources:
-    """The assembler's report on ``ptx`` for compute capability ``arch`` (90 for sm_90).
+    """Return the assembler's report on ``ptx`` for compute capability ``arch`` (90 for sm_90).
 
     Raises:
-        RuntimeError: the assembler refuses the text.
+        RuntimeError: the assembler rejects the text.
     """
     from triton.backends.nvidia.compiler import get_ptxas, sm_arch_from_capability
 
@@ -66,14 +66,14 @@ def resources(ptx: str, arch: int) -> Resources:
 
 
 class Kernel(NamedTuple):
-    """What the text of a kernel says. A loop is on the full path once: it counts as one turn."""
+    """Facts from the text of a kernel. A loop is on the full path once: it counts as one iteration."""
 
     threads: int  # of one program
     accesses: list[Access]  # all to global memory
     full_path: list[Access]  # those on the path with the most accesses of 16 bytes and, of such, the fewest masked ones
     operations: int  # on that path, of a thread: instructions from the first element on, without moves and addresses
-    barriers: int  # how often the threads of a program wait for each other on that path, as to exchange numbers
-    float64: tuple[int, int]  # of the operations on that path, those in float64: in a turn of its loops, and around them
+    barriers: int  # barriers of a program's threads on that path, for example to exchange numbers
+    float64: tuple[int, int]  # of the operations on that path, those in float64: in an iteration of its loops, and outside
     extern: tuple[str, ...]  # functions that it calls and does not contain
 
 
@@ -83,7 +83,7 @@ def read(ptx: str) -> Kernel:
     (threads,) = map(int, re.findall(r"\.reqntid (\d+)", ptx))
     values: dict[str, Any] = {"%tid.x": np.arange(threads), "%laneid": np.arange(threads) % 32}
     lines = _LINE.findall(ptx, ptx.index("\n{"))
-    for *_, op, operands in lines:  # the text may read what it writes further down
+    for *_, op, operands in lines:  # the text may read a register above the line that writes it
         _write(op, operands, values)
     accesses: list[Access | None] = []  # of each line
     for _, predicate, op, operands in lines:
@@ -105,7 +105,7 @@ def read(ptx: str) -> Kernel:
 
 
 def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> list[int]:
-    """The numbers of its lines."""
+    """Return the indices of the lines of the full path."""
     jumps = [op.startswith(("bra", "ret")) for _, _, op, _ in lines]
     labels = {label: i for i, (label, *_) in enumerate(lines) if label}
     starts = {*labels.values(), len(lines)}
@@ -113,46 +113,46 @@ def _full_path(lines: list[tuple[str, ...]], accesses: list[Access | None]) -> l
     known: dict[int, tuple[bool, int, int, int, int, list[int]]] = {}
 
     def best(start: int) -> tuple[bool, int, int, int, int, list[int]]:
-        """The way from a line on: with element accesses, then most of 16 bytes, fewest masked ones, and most bytes."""
+        """Return the best path from a line: with element accesses, then most of 16 bytes, fewest masked, most bytes."""
         if start not in known:
-            known[start] = (False, 0, 0, 0, -1, [])  # of an edge back to this line
+            known[start] = (False, 0, 0, 0, -1, [])  # for an edge back to this line
             end = ends[bisect.bisect_left(ends, start)]
             following = [labels[lines[end][3]]] if lines[end][3] in labels else []
             following += [end + 1] if end + 1 < len(lines) and (lines[end][1] or not jumps[end]) else []
             has, wide, unmasked, moved, _, path = max(map(best, following), default=known[start])
-            own = [a for a in accesses[start : end + 1] if a and a.elementwise]
-            wide, unmasked = wide + sum(a.bytes == 16 for a in own), unmasked - sum(a.masked for a in own)
-            moved += sum(a.bytes for a in own)
-            known[start] = (has or bool(own), wide, unmasked, moved, start, [*range(start, end + 1), *path])
+            elementwise = [a for a in accesses[start : end + 1] if a and a.elementwise]
+            wide, unmasked = wide + sum(a.bytes == 16 for a in elementwise), unmasked - sum(a.masked for a in elementwise)
+            moved += sum(a.bytes for a in elementwise)
+            known[start] = (has or bool(elementwise), wide, unmasked, moved, start, [*range(start, end + 1), *path])
         return known[start]
 
     return best(0)[-1]
 
 
 def _access(op: str, operands: str, masked: bool, threads: int, values: dict[str, Any]) -> Access | None:
-    """The global memory access that an instruction is."""
-    if not (found := _ACCESS.match(op)):
+    """Return the global memory access of an instruction, or None."""
+    if not (match := _ACCESS.match(op)):
         return None
     (address,) = _NAME.findall(operands[operands.index("[") : operands.index("]")])
-    value, lanes, bits = values.get(address, _ALIKE), int(found[2] or 1), int(found[3])
+    value, lanes, bits = values.get(address, _ALIKE), int(match[2] or 1), int(match[3])
     addresses, moved = threads if value is None else len(np.unique(value)), lanes * bits // 8
     return Access(
-        found[1], f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}", moved, masked, addresses > 1, moved * addresses
+        match[1], f"v{lanes}.b{bits}" if lanes > 1 else f"b{bits}", moved, masked, addresses > 1, moved * addresses
     )
 
 
-_ALIKE = np.zeros(1, np.int64)  # what all threads have alike and nobody knows: it is as well aligned as 0
+_ALIKE = np.zeros(1, np.int64)  # an unknown value, equal in all threads, and as well aligned as 0
 _LOGIC = {"and": operator.and_, "or": operator.or_, "shr": operator.rshift, "shl": operator.lshift}
 _OPERATIONS: dict[int, dict[str, Callable[..., Any]]] = {
     1: {"mov": operator.pos, "cvt": operator.pos},
     2: {"add": operator.add, "mul": operator.mul, **_LOGIC},
     3: {"mad": lambda x, y, z: x * y + z, "bfe": lambda x, start, length: (x >> start) & ((1 << length) - 1)},
 }
-"""What instructions compute, by the number of their operands."""
+"""The functions of instructions, by the number of operands and by name."""
 
 
 def _write(op: str, operands: str, values: dict[str, Any]) -> None:
-    """Note what an instruction writes: an array with a number for each thread, or with one for all; None if unknown."""
+    """Record the value that an instruction writes: an array with a number per thread, or one for all; None if unknown."""
     if not op or op.startswith(("st.", "bra")):
         return
     written, _, read = operands.partition("}" if operands.startswith("{") else ",")

@@ -1,4 +1,4 @@
-"""What a step asks of a device that need not be there: Triton launches, compiled graphs, operators, waits, CUDA graphs."""
+"""Records of the work of a step on a device, which may be simulated: Triton launches, compiled graphs, operators, waits."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class Operator(NamedTuple):
 
 
 class Partition(NamedTuple):
-    """A part of a compiled function that one CUDA graph is to hold."""
+    """A part of a compiled function, for one CUDA graph."""
 
     inputs: int
     copied: int  # inputs that are copied into the graph's own memory before each replay
-    stays: Sequence[int]  # positions of the inputs that are read and written where they are
+    static: Sequence[int]  # positions of the inputs that are not copied, but read and written at their addresses
     written: Sequence[int]  # positions of the inputs that it writes
-    source: str  # what Inductor wrote for the whole function
+    source: str  # Inductor's code for the complete function
 
 
 @dataclass
 class Decisions:
-    """What Inductor decided when it compiled functions, in order."""
+    """The decisions of Inductor when it compiled functions, in order."""
 
-    sources: list[str] = field(default_factory=list)  # what it wrote, function by function
+    sources: list[str] = field(default_factory=list)  # its code of each function
     partitions: list[Partition] = field(default_factory=list)
-    skipped: list[str] = field(default_factory=list)  # why functions are to run without CUDA graphs
+    skipped: list[str] = field(default_factory=list)  # reasons why functions run without CUDA graphs
 
 
 class Graph(NamedTuple):
@@ -66,21 +66,21 @@ class Graph(NamedTuple):
 
 @dataclass
 class Record:
-    """What happened, in order, since it was taken last."""
+    """The events since the last :meth:`take`, in order."""
 
     launches: list[Launch] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
 
     def take(self) -> Record:
-        """What happened since the last call."""
+        """Return the events since the last call."""
         taken = Record(**vars(self))
         vars(self).update(vars(Record()))
         return taken
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Write nothing down inside."""
+        """Record nothing inside a ``with`` block."""
         before = self.take()
         try:
             yield
@@ -90,7 +90,7 @@ class Record:
 
 @contextlib.contextmanager
 def deciding() -> Iterator[Decisions]:
-    """Note what Inductor writes and decides under ``fake_cuda``. None of the functions that it compiles can run.
+    """Record Inductor's code and decisions under ``fake_cuda``. None of the functions that it compiles can run.
 
     CUDA graphs are those of functions compiled with ``mode="reduce-overhead"``.
     """
@@ -100,7 +100,7 @@ def deciding() -> Iterator[Decisions]:
     decisions = Decisions()
 
     def call(inputs: list[Any]) -> list[Any]:
-        raise NotImplementedError("a function compiled for a GPU that is not there")
+        raise NotImplementedError("a function compiled for a simulated GPU")
 
     def load(graph: GraphLowering, code: Any) -> types.SimpleNamespace:
         decisions.sources.append(code.value)
@@ -114,7 +114,7 @@ def deciding() -> Iterator[Decisions]:
         return model
 
     with (
-        config.patch(shape_padding=False),  # which is decided by timings
+        config.patch(shape_padding=False),  # it depends on timings
         mock.patch.object(GraphLowering, "_compile_to_module_lines", load),
         mock.patch.object(compile_fx, "cudagraphify", cudagraphify),
         mock.patch.object(output_code, "log_cudagraph_skip_and_bump_counter", decisions.skipped.append),
@@ -124,9 +124,9 @@ def deciding() -> Iterator[Decisions]:
 
 @contextlib.contextmanager
 def recording(device: str) -> Iterator[Record]:
-    """Record what Triton and Inductor would launch, under ``fake_cuda`` or ``triton_target``, instead of running it.
+    """Record the launches of Triton and Inductor, under ``fake_cuda`` or ``triton_target``, instead of running them.
 
-    Everything else runs, and is recorded where it involves a tensor on ``device``.
+    Everything else runs, and is recorded if it involves a tensor on ``device``.
     """
     from torch._inductor import compile_fx
     from triton.compiler import CompiledKernel
@@ -142,7 +142,7 @@ def recording(device: str) -> Iterator[Record]:
         return record_launch
 
     def record_graph(module: Any, inputs: Any, *args: Any, **kwargs: Any) -> Callable[..., Any]:
-        itself = mock.patch.object(compile_fx, "compile_fx", compile_graph)  # which it calls again with its options
+        itself = mock.patch.object(compile_fx, "compile_fx", compile_graph)  # it calls itself again with its options
         with record.paused(), deciding() as decisions, itself:
             compile_graph(module, inputs, *args, **kwargs)
 

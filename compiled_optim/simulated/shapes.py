@@ -1,4 +1,4 @@
-"""Shapes of the parameters of known models, in order; there are no weights."""
+"""Shapes of the parameters of known models, in order, without weights."""
 
 from __future__ import annotations
 
@@ -28,4 +28,4 @@ def vit_tiny() -> Shapes:
 
 
 MODELS: dict[str, Callable[[], Shapes]] = {"gpt2": gpt2, "vit-tiny": vit_tiny}
-"""By name."""
+"""The shapes of models by name."""

@@ -1,4 +1,4 @@
-"""One step of an optimizer as a device would run it: kernels, launches, memory traffic, registers, sources."""
+"""One step of an optimizer on a simulated device: kernels, launches, memory traffic, registers, sources."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from compiled_optim.simulated.record import Record, recording
 class KernelReport(NamedTuple):
     """One Triton kernel of a step. Its full path is the one in :class:`ptx.Kernel`."""
 
-    name: str  # as its source calls it
+    name: str  # in its source
     launches: int  # per step
     bytes_per_param: float | None  # of loads and stores of the full path; None where work is per tensor
     resources: ptx.Resources
@@ -33,19 +33,19 @@ class KernelReport(NamedTuple):
     masked: bool  # whether the full path has predicated element accesses
     extern: Sequence[str]  # functions that it calls and does not contain
     operations: float | None  # per element on the full path; None where work is per tensor
-    barriers: int  # how often the threads of a program wait for each other on the full path
+    barriers: int  # barriers of a program's threads on the full path
 
 
 def kernel_report(name: str, launches: int, kernel: Any, arch: int, elements: float | None = None) -> KernelReport:
-    """A program of the kernel has so many ``elements``: 0 where it works on whole tensors, None if nobody knows."""
+    """Report a kernel whose programs have ``elements`` each: 0 if it works on complete tensors, None if unknown."""
     text = ptx.read(kernel.asm["ptx"])
-    made = ptx.resources(kernel.asm["ptx"], arch)
+    resources = ptx.resources(kernel.asm["ptx"], arch)
     path = [] if elements == 0 else [a for a in text.full_path if a.elementwise]
     return KernelReport(
         name,
         launches,
         sum(a.program_bytes for a in path) / elements if elements else None,
-        made._replace(shared=max(made.shared, kernel.metadata.shared)),
+        resources._replace(shared=max(resources.shared, kernel.metadata.shared)),
         widths=sorted({a.width for a in path}),
         masked=any(a.masked for a in path),
         extern=text.extern,
@@ -55,7 +55,7 @@ def kernel_report(name: str, launches: int, kernel: Any, arch: int, elements: fl
 
 
 def own_kernels(record: Record, dtype: torch.dtype, arch: int, *, elementwise: bool) -> list[KernelReport]:
-    """The kernels of this package in a step with gradients of ``dtype``; bytes are known of ``elementwise`` ones."""
+    """Report this package's kernels in a step with gradients of ``dtype``; bytes are known for ``elementwise`` ones."""
     counts = Counter((launch.name, launch.kernel) for launch in record.launches)
     per_program = {"evaluate": 0, "average": 0, "square_sums": triton.REDUCE_BYTES // dtype.itemsize}
     elements = {name: per_program.get(name, triton.BLOCK) if elementwise else 0 for name, _ in counts}
@@ -63,20 +63,20 @@ def own_kernels(record: Record, dtype: torch.dtype, arch: int, *, elementwise: b
 
 
 def processor_seconds() -> float:
-    """The time that processors spent on this process and those it waited for, in seconds."""
+    """Return the processor time of this process and of child processes that it waited for, in seconds."""
     return sum(os.times()[:4])
 
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """What one step is, once everything is compiled.
+    """The work of one step, once everything is compiled.
 
     Attributes:
-        optimizer: whose step it is; its tensors are fake, but for the CPU's.
-        launches: of kernels of this package.
-        operators: torch operators and library calls on the device.
+        optimizer: the optimizer; its tensors are fake, except on the CPU.
+        launches: the number of launches of kernels of this package.
+        operators: the number of torch operators and library calls on the device.
         kernels: the distinct Triton kernels; none for the CPU.
-        bytes_per_parameter: what the kernels move for each element; None where an operator moves some, or for the CPU.
+        bytes_per_parameter: bytes that the kernels move per element; None if an operator moves some, or for the CPU.
         sources: the text of each kernel.
         seconds: processor time of the first step, most of it spent compiling.
     """
@@ -91,16 +91,16 @@ class SimulatedStep:
 
 
 def simulated_step(make: Callable[[], CompiledOptimizer], arch: int | None) -> SimulatedStep:
-    """Step twice with the optimizer that ``make`` makes, on a GPU that is not there.
+    """Step twice with the optimizer that ``make`` returns, on a simulated GPU.
 
     Args:
-        make: called where the default device is that GPU, whose tensors take no memory.
+        make: called while the default device is that GPU, whose tensors take no memory.
         arch: its compute capability, 90 for sm_90. None is this machine's CPU, on which the steps are real.
     """
     calls: list[str] = []
     texts: dict[str, None] = {}
-    device, place = ("cpu", _noting_cpp(calls, texts)) if arch is None else ("cuda", fake_cuda(arch))
-    with place, torch.device(device):
+    device, context = ("cpu", _noting_cpp(calls, texts)) if arch is None else ("cuda", fake_cuda(arch))
+    with context, torch.device(device):
         optimizer = make()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for param in params:
@@ -132,19 +132,19 @@ def simulated_step(make: Callable[[], CompiledOptimizer], arch: int | None) -> S
 
 @contextlib.contextmanager
 def _noting_cpp(calls: list[str], texts: dict[str, None]) -> Iterator[None]:
-    """Note in ``calls`` the functions of C++ kernels that are called, and in ``texts`` what they were compiled from."""
+    """Record the names of called functions of C++ kernels in ``calls``, and the compiled sources in ``texts``."""
     compile_library, launch = cache.library, Kernel._launch
 
     def library(text: str) -> Any:
         texts[text] = None
         return compile_library(text)
 
-    def noting(kernel: Kernel, name: str, *rest: Any) -> Any:
+    def noting(kernel: Kernel, name: str, *args: Any) -> Any:
         calls.append(name)
-        return launch(kernel, name, *rest)
+        return launch(kernel, name, *args)
 
     with contextlib.ExitStack() as stack:
-        for module in (looped, multi_tensor):  # kernels that the process has would not be compiled
+        for module in (looped, multi_tensor):  # else kernels that the process has would not be compiled
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         stack.enter_context(mock.patch.object(cpp, "library", library))
         stack.enter_context(mock.patch.object(Kernel, "_launch", noting))

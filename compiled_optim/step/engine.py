@@ -1,4 +1,4 @@
-"""What an optimizer is inside: its groups and state, and what makes and runs its steps, one at a time."""
+"""The engine of an optimizer: it owns groups and state, and builds and runs steps, one at a time."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
 
 _keys = itertools.count()
 ENGINES: WeakValueDictionary[str, Engine] = WeakValueDictionary()
-"""All that live, by :attr:`Engine.key`."""
+"""All live engines, by :attr:`Engine.key`."""
 
 NAMED: WeakValueDictionary[str, Engine] = WeakValueDictionary()
-"""Those that have made a step, by :attr:`Engine.name`."""
+"""Live engines that have built a step, by :attr:`Engine.name`."""
 
-_WHOLE = {
+_NEEDS_ALL = {
     "max_grad_norm": "the norm of all gradients is not known before the last of them, when the others are used and freed",
     "skip_nonfinite": "whether all gradients are finite is not known before the last of them, when the others are used",
     "grad_scale": "gradients are used before a gradient scaler can unscale them; train in bfloat16 without one",
@@ -86,13 +86,13 @@ if hasattr(os, "register_at_fork"):  # Windows has no forks
 
 
 class Engine:
-    """Owns the groups and the state of an optimizer, makes its step anew when they change, and runs it.
+    """Owns the groups and the state of an optimizer, rebuilds its step when they change, and runs it.
 
     Attributes:
-        lock: held by whoever steps, saves, loads or makes the step anew.
-        key: under which the engine is found in this process.
-        name: by which operators find the engine, in another process too; empty before the first step is made.
-        is_open: whether more groups come before the first step is made.
+        lock: held by a thread that steps, saves, loads or rebuilds the step.
+        key: the engine's key in this process.
+        name: the name by which operators find the engine, in another process too; empty before the first step is built.
+        is_open: whether more groups come before the first step is built.
         changes: where groups and state report writes.
     """
 
@@ -104,43 +104,43 @@ class Engine:
         self.name = ""
         self.is_open = False
         self.changes = Changes()
-        self._state_names: set[str] = set()  # what steps of the rules so far look at in a parameter's state
+        self._state_names: set[str] = set()  # entries of a parameter's state that any rule so far reads
 
     def begin(self, kind: type[Declared], lowering: str) -> None:
-        """Own nothing yet, for an optimizer of this ``kind`` that is being made, or copied."""
+        """Start empty, for an optimizer of this ``kind`` that is being constructed or copied."""
         self.kind, self.lowering = kind, lowering
-        self.kinds = [kind]  # and others whose rules groups follow
-        self.step: Step | None = None  # the one that was made last
-        self.launcher: Launcher | None = None  # what steps call in place of Step.launch, if anything
-        self.release: Callable[[Gradients], None] | None = None  # what ends steps whose updates are in backward, if any are
-        self.is_zeroed = False  # whether somebody dropped all gradients outside of backward, since a release looked
+        self.kinds = [kind]  # and other classes whose rules groups follow
+        self.step: Step | None = None  # the last one that was built
+        self.launcher: Launcher | None = None  # called instead of Step.launch
+        self.release: Callable[[Gradients], None] | None = None  # ends steps that update in backward
+        self.is_zeroed = False  # whether zero_grad was called outside of backward, since a release looked
         self.note_zero_grad: Callable[[Engine], None] | None = None  # called in a runner before gradients become None
-        self.launches = 0  # how many updates of some parameters or of all were launched here
-        self.runs = 0  # how many steps were run here, captured ones among them
-        self.steps = 0  # how many were taken, replayed ones among them
-        self._in_graphs = ""  # the identity of the step that compiled code holds CUDA graphs of, or held
-        self.inlined: InlinedStep | None = None  # what compiled code may hold in place of an operator
-        self.defaults: dict[str, Any] = {}  # what groups take that lack it
-        self.given: dict[str, tuple[Any, Any]] = {}  # defaults, and the tensors that they were given as, for groups to adopt
+        self.launches = 0  # how many updates, of some parameters or all, were launched
+        self.runs = 0  # how many steps were run, captured ones included
+        self.steps = 0  # how many steps were taken, replayed ones included
+        self._in_graphs = ""  # the identity of the last step that a CUDA graph of compiled code held
+        self.inlined: InlinedStep | None = None  # the step that compiled code may hold instead of an operator
+        self.defaults: dict[str, Any] = {}  # for entries that a group lacks
+        self.tensor_defaults: dict[str, tuple[Any, Any]] = {}  # name -> (number, tensors passed for it), for groups to adopt
         self._assign({"max_grad_norm": None, "skip_nonfinite": False})
-        self.is_called = False  # whether there was a step, which torch's schedulers ask
+        self.is_called = False  # whether a step was taken; torch's schedulers read this
         self.groups = []
-        self.aliases: dict[str, str] = {}  # further names of tied parameters -> the names that were kept
+        self.aliases: dict[str, str] = {}  # further names of tied parameters -> their first names
         self._checked_scales: list[Any] = []  # `lr_scale` dicts whose names are parameters'
-        self._unused: set[str] = set()  # options without use, and patterns of `exclude`, that were looked at
-        self._named: list[list[tuple[Tensor, str]]] = []  # by group, as it was when the step was made last
+        self._unused: set[str] = set()  # checked options without use and patterns of `exclude`
+        self._named: list[list[tuple[Tensor, str]]] = []  # by group, when the step was last built
         self.schedules = Schedules()
         self.accumulated = AccumulatedSteps()
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()
         self.takes_sparse = kind._gradients == "sparse"  # whether some parameters have sparse gradients
-        self.is_watching = False  # whether steps note what they do to a few elements of each parameter
-        self._read_by_graphs: list[object] = []  # that users captured themselves: nobody says when such a graph is gone
+        self.is_watching = False  # whether steps record changes of a few elements of each parameter
+        self._read_by_graphs: list[object] = []  # memory of steps in graphs that users captured: never freed
         self.replace_state({})
 
     @property
     def groups(self) -> list[Any]:
-        """``param_groups``. Somebody may put plain dicts there, which :meth:`adopt` replaces."""
+        """The optimizer's ``param_groups``. A user may put plain dicts there, which :meth:`adopt` replaces."""
         return self._groups
 
     @groups.setter
@@ -150,11 +150,11 @@ class Engine:
 
     @property
     def distinct_groups(self) -> list[ParamGroup]:
-        """``groups``, after :meth:`adopt`; one that is listed again, once."""
+        """The ``groups``, after :meth:`adopt`; one that is listed twice appears once."""
         return list({id(group): group for group in self.groups}.values())
 
     def replace_state(self, values: Mapping[Any, Any]) -> None:
-        """Let the state be ``values``, a mapping of mappings: the object itself where it was the state before."""
+        """Replace the state by ``values``, a mapping of mappings: by the object itself if it was the state before."""
         with self.changes.reported():
             self.changes.is_state_handed_out = bool(values)
             self._state_names.update(*[kind._state_names() for kind in self.kinds])
@@ -167,11 +167,11 @@ class Engine:
 
     @property
     def params(self) -> list[Tensor]:
-        """All parameters, group by group, as they were when the step was made last."""
+        """All parameters, group by group, when the step was last built."""
         return [] if self.step is None else self.step.params
 
     def assign(self, name: str, value: Any) -> None:
-        """Take ``value`` as one of :data:`NAMES`; an error, and no change, where it does not fit."""
+        """Assign ``value`` to one of :data:`NAMES`; an error, and no change, if it does not fit."""
         if self.release is not None:
             refuse_whole("gradient release", {name: value})
         if self.accumulated.was_on:
@@ -186,18 +186,18 @@ class Engine:
                 raise
 
     def unassign(self, name: str) -> None:
-        """Drop one of :data:`NAMES`; ``KeyError`` where it is not assigned."""
-        left = dict(self.assigned)
-        del left[name]
-        self._assign(left)
+        """Delete one of :data:`NAMES`; ``KeyError`` if it is not assigned."""
+        others = dict(self.assigned)
+        del others[name]
+        self._assign(others)
         self.follow_clipping()
 
     def _assign(self, assigned: dict[str, Any]) -> None:
         self.assigned = assigned  # by name; a gradient scaler assigns too
-        self.clip_args = tuple(map(assigned.get, NAMES))  # what :meth:`Clipping.take` takes, as it is assigned now
+        self.clip_args = tuple(map(assigned.get, NAMES))  # the arguments of :meth:`Clipping.take`
 
     def add_group(self, param_group: Mapping[str, Any]) -> None:
-        """Add a parameter group. One that does not fit is taken back."""
+        """Add a parameter group; an error, and no change, if it does not fit."""
         with self.lock:
             known, aliases = {*self.state}, dict(self.aliases)
             self._append(param_group)
@@ -213,12 +213,12 @@ class Engine:
                 raise
 
     def _append(self, param_group: Mapping[str, Any]) -> None:
-        """Append a group, with defaults for missing entries; an error, and no change, where something does not fit."""
+        """Append a group, with defaults for missing entries; an error, and no change, if something does not fit."""
         index = len(self.groups)
         label = f"param_groups[{index}]"
         kind, defaults = inherited(param_group, self.kind, self.defaults, label)
         if kind is self.kind:
-            defaults |= {k: tensor for k, (number, tensor) in self.given.items() if self.defaults.get(k) == number}
+            defaults |= {k: tensor for k, (number, tensor) in self.tensor_defaults.items() if self.defaults.get(k) == number}
         values = {**defaults, **built_in_entries(kind, param_group)}
         names, params = names_and_tensors(param_group["params"], f"{label}['params']")
         firsts, values["params"], aliases = without_aliases(names, params)
@@ -230,8 +230,8 @@ class Engine:
         for key in param_group:
             warn_of_entry(key, ("params", *group_keys(kind)), label)
         self._warn_of_unread(kind, param_group.keys(), index)
-        if (place := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
-            name = parameter_name({"param_names": names}, index, place)
+        if (repeat := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
+            name = parameter_name({"param_names": names}, index, repeat)
             warnings.warn(
                 f"optimizer contains a parameter group with duplicate parameters: '{name}' is listed before; it is updated "
                 "once per step",
@@ -239,9 +239,9 @@ class Engine:
             )
         taken = [*self.aliases, *(name for group in self.groups for name in group.get("param_names", ()))]
         every = [*firsts, *aliases]
-        if (place := first_repeat(every, taken)) is not None:
+        if (repeat := first_repeat(every, taken)) is not None:
             warnings.warn(
-                f"two parameters are named '{every[place]}', and checkpoints can tell them apart by their order alone; "
+                f"two parameters are named '{every[repeat]}', and checkpoints can tell them apart by their order alone; "
                 "give the names of each model a prefix, such as 'encoder.'",
                 stacklevel=2,
             )
@@ -251,12 +251,12 @@ class Engine:
         self.changes.pending = True
 
     def _group(self, kind: type[Declared], values: Mapping[str, Any], index: int) -> ParamGroup:
-        own = weakref.ref(self)  # which the group may outlive
+        reference = weakref.ref(self)  # the group may outlive the engine
         self._state_names.update(kind._state_names())
 
         def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
             check_values(kind, group, before, index)
-            if (engine := own()) is not None:
+            if (engine := reference()) is not None:
                 engine._warn_of_unread(kind, group.keys() - before.keys(), index)
             is_assigned = any(group.get(scale.name) is not before.get(scale.name) for scale in kind._fields_of(Scale))
             if is_assigned and engine is not None:
@@ -267,32 +267,32 @@ class Engine:
         return ParamGroup(values, kind, device, f"param_groups[{index}]", check, self.changes, others)
 
     def _warn_of_unread(self, kind: type[Declared], entries: Set[str], index: int) -> None:
-        """Warn of ``entries`` of a group that other rules read and ``kind`` does not, as OneCycleLR writes ``momentum``."""
+        """Warn of ``entries`` of a group that other rules read and ``kind`` does not: OneCycleLR writes ``momentum``."""
         others = {hyper.name for each in self.kinds for hyper in each._fields_of(Hyper)}
         for key in sorted(entries & others - {*group_keys(kind)}):
-            said = f"nothing reads {key} of param_groups[{index}]: {kind.__name__}, its {RULE}, has no such number"
-            warnings.warn(said, UserWarning, stacklevel=2)
+            message = f"nothing reads {key} of param_groups[{index}]: {kind.__name__}, its {RULE}, has no such number"
+            warnings.warn(message, UserWarning, stacklevel=2)
 
     def adopt(self, *, checked: bool, unshown: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Make groups of the plain dicts that somebody put there, and let all follow their parameters to other devices.
+        """Replace plain dicts in ``groups`` by parameter groups, and move all to the devices of their parameters.
 
-        A dict takes from the defaults what it lacks; ``checked`` says that the dicts are copies of groups that were checked,
-        whose :meth:`~ParamGroup.unshown` hyperparameters come along.
+        A dict takes missing entries from the defaults. ``checked`` means that the dicts are copies of checked groups, whose
+        :meth:`~ParamGroup.unshown` hyperparameters are ``unshown``.
         """
-        made: dict[int, ParamGroup] = {}  # of one dict that is listed twice, one group
+        adopted: dict[int, ParamGroup] = {}  # by id of the dict: a dict that is listed twice is one group
         for index, group in enumerate(self.groups):
-            if id(group) in made:
-                self.groups[index] = made[id(group)]
+            if id(group) in adopted:
+                self.groups[index] = adopted[id(group)]
             elif not isinstance(group, ParamGroup):
                 kind, defaults = inherited(group, self.kind, self.defaults, f"param_groups[{index}]")
                 values = {**defaults, **group}
                 if not checked:
                     check_values(kind, values, defaults, index)
-                self.groups[index] = made[id(group)] = self._group(kind, values, index)
+                self.groups[index] = adopted[id(group)] = self._group(kind, values, index)
         groups = self.distinct_groups
         self.kinds = list(dict.fromkeys([self.kind, *[group.kind for group in groups]]))
-        for adopted, numbers in zip(groups, unshown, strict=False):
-            adopted.take_over(numbers)
+        for group, numbers in zip(groups, unshown, strict=False):
+            group.take_over(numbers)
         elsewhere: dict[int, str] = {}
         for index, group in enumerate(groups):
             self._follow_names(group, index)
@@ -307,26 +307,26 @@ class Engine:
         self._drop_unstepped()
 
     def _check_scales(self, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return what ``groups`` choose as scales; ``ValueError`` where a new dict does not fit their parameters' names."""
+        """Return the scales that ``groups`` choose; ``ValueError`` if a new dict does not fit their parameters' names."""
         scales = list(dict.fromkeys(scale for kind in self.kinds for scale in kind._fields_of(Scale)))
         names = [name for group in groups for name in group.get("param_names", ())]
         by_short_name = ignores_prefixes(scales, groups)
         chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
-        found = {id(given): (scale, given) for scale, given in chosen}
-        for scale, given in found.values():
-            if isinstance(given, ByName) and not any(given is known for known in self._checked_scales):
-                check_names(scale, given, names, self.aliases, by_short_name=by_short_name)
-        return [given for _, given in found.values()]
+        distinct = {id(value): (scale, value) for scale, value in chosen}
+        for scale, value in distinct.values():
+            if isinstance(value, ByName) and not any(value is known for known in self._checked_scales):
+                check_names(scale, value, names, self.aliases, by_short_name=by_short_name)
+        return [value for _, value in distinct.values()]
 
     def note_names(self) -> None:
-        """Record the parameter of each name, for :meth:`_follow_names`. torch swaps no tensors that have weak references."""
+        """Record the parameters and their names, for :meth:`_follow_names`. Weak references would stop torch's swaps."""
         pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
         self._named = [list(zip(*pair, strict=False)) for pair in pairs]
 
     def _follow_names(self, group: ParamGroup, index: int) -> None:
-        """Let names stay with parameters where only ``params`` was edited; one in the place of another takes its name.
+        """Let parameters keep their names where only ``params`` was edited; a new one takes the name at its index.
 
-        It does where it has that one's shape, or where the group has as many parameters as before.
+        It does if it has the shape of the old one, or if the group has as many parameters as before.
         """
         params, names = group["params"], group.get("param_names")
         noted = self._named[index] if index < len(self._named) else []
@@ -335,38 +335,38 @@ class Engine:
             return
         known = {id(param): name for named in self._named for param, name in named}
         taken = {known[id(param)] for param in params if id(param) in known}
-        found = []
+        new_names = []
         for j, param in enumerate(params):
             fits = len(params) == len(names) or (j < len(noted) and noted[j][0].shape == param.shape)
             is_free = fits and j < len(names) and names[j] not in taken
-            found.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
-        if {*found} - {*names, *known.values()}:
-            left = {known.get(id(param)) for each in self.groups for param in each["params"]}
-            gone = {*names} - {*found} - left
-            if any(before in gone and now not in names for before, now in zip(names, found, strict=False)):
-                check_kept(group.kind._fields_of((Option, Scale)), group, gone, found)
-        if found != list(names):
-            group.set_quietly("param_names", found)
+            new_names.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
+        if {*new_names} - {*names, *known.values()}:
+            others = {known.get(id(param)) for each in self.groups for param in each["params"]}
+            gone = {*names} - {*new_names} - others
+            if any(before in gone and now not in names for before, now in zip(names, new_names, strict=False)):
+                check_kept(group.kind._fields_of((Option, Scale)), group, gone, new_names)
+        if new_names != list(names):
+            group.set_quietly("param_names", new_names)
 
     def _drop_unstepped(self) -> None:
-        """Drop the state of parameters that left the groups without ever having been stepped; torch makes none for them.
+        """Drop the state of parameters that left the groups before their first step, as torch has none for them.
 
-        State of another step count or with other numbers stays, whoever wrote them.
+        State with another step count or other numbers stays, even if a user wrote them.
         """
         present = {param for group in self.groups for param in group["params"]}
         gone = [p for p, entries in self.state.items() if isinstance(entries, ParamState) and p not in present]
         for param in [p for p in gone if self.state[p].is_initial()]:
             del self.state[param]
 
-    def place_of(self, group: int) -> int:
-        """Which group ``group`` is, counted from the start; an ``IndexError`` where there is none."""
+    def index_of(self, group: int) -> int:
+        """Return the index >= 0 of ``group``, which may be negative; ``IndexError`` if no group has it."""
         count = len(self.distinct_groups)
         if group not in range(-count, count):
             raise IndexError(f"there is no param_groups[{group}]; the last is param_groups[{count - 1}]")
         return range(count)[group]
 
     def check_numbers(self) -> None:
-        """Raise ``ValueError`` where a number that was written to a group is out of range; warn once of a negative rate."""
+        """Raise ``ValueError`` if a number that was written to a group is out of range; warn once of a negative rate."""
         if self.changes.is_refused:
             for group in self.distinct_groups:
                 for message, is_replaced in sorted(group.out_of_range.values(), key=itemgetter(1)):
@@ -378,7 +378,7 @@ class Engine:
             self.changes.is_refused = False
 
     def current(self) -> Step:
-        """The step, made anew if groups or state changed."""
+        """Return the step, rebuilt if groups or state changed."""
         if self.step is None or not self.step.is_current():
             with self.lock:
                 self.renew()
@@ -387,32 +387,32 @@ class Engine:
 
     @outside_inference_mode()
     def renew(self, grads: Gradients = None) -> tuple[Step, Gradients]:
-        """Make the step anew from groups and state; with it, ``grads`` in the order in which the parameters are now."""
-        self.changes.pending = True  # to the end, whatever interrupts it
-        given = {} if grads is None else dict(zip(map(id, self.params), grads, strict=True))
+        """Rebuild the step from groups and state. Return it, and ``grads`` in the new order of the parameters."""
+        self.changes.pending = True  # to the end, even after an interrupt
+        by_id = {} if grads is None else dict(zip(map(id, self.params), grads, strict=True))
 
         def grad_of(param: Tensor) -> Tensor | None:
-            return given[id(param)] if id(param) in given else gradient(param)
+            return by_id[id(param)] if id(param) in by_id else gradient(param)
 
         self.adopt(checked=self.step is None)
         Live.send(self.changes)
         self.takes_sparse = any(kind._gradients == "sparse" for kind in self.kinds)
         self.accumulated.keep(p for group in self.groups for p in group["params"])
-        made = self._make(self, grad_of)
-        made.is_in_user_graph = self.step is not None and self.step.is_in_user_graph  # until it is said, below
-        self.step = made
-        left = {name for name, _ in named_parameters(self.groups)}
-        self.log.keys = {place: key for place, key in self.log.keys.items() if place[0] in left}
+        step = self._make(self, grad_of)
+        step.is_in_user_graph = self.step is not None and self.step.is_in_user_graph  # until it is reported, below
+        self.step = step
+        present = {name for name, _ in named_parameters(self.groups)}
+        self.log.keys = {pair: key for pair, key in self.log.keys.items() if pair[0] in present}
         self._take_name()
-        made.leave_graphs()
+        step.leave_graphs()
         self.changes.pending = False
-        return made, None if grads is None else list(map(grad_of, self.params))
+        return step, None if grads is None else list(map(grad_of, self.params))
 
     def _take_name(self) -> None:
-        """Take the name by which operators find the engine, for as long as it lives and has these parameters.
+        """Choose the name by which operators find the engine, for as long as it lives and has these parameters.
 
-        It is made of what every process knows that makes this optimizer, so that caches of compiled code serve all of them.
-        The last part counts those that are alive and equal in all else.
+        Every process that makes this optimizer computes the same name, so that caches of compiled code serve all of them.
+        The last part numbers live engines that are equal in all else.
         """
         params = named_parameters(self.groups)
         facts = [(name, None if is_lazy(param) else tuple(param.shape), str(param.dtype)) for name, param in params]
@@ -425,7 +425,7 @@ class Engine:
             self.name = next(name for name in names if NAMED.setdefault(name, self) is self)
 
     def _prepared(self, grads: Gradients, captures: Captures = (), *, ahead: bool = False) -> tuple[Step, Gradients]:
-        """A step that is prepared for ``grads``, or preallocated ``ahead`` of them; and these in its parameters' order."""
+        """Return a step that is prepared for ``grads``, or preallocated ``ahead`` of them, and ``grads`` in its order."""
         self.clipping.take(self.clip_args)
         step = self.step
         if step is None or not step.is_current() or not step.describes(grads):
@@ -434,22 +434,22 @@ class Engine:
             assert described
         try:
             step.preallocate() if ahead else step.prepare(grads, captures)
-        except CompilerError:  # which lets the plans have another lowering
+        except CompilerError:  # the next try gives the plans another lowering
             return self._prepared(grads, captures, ahead=ahead)
         return step, grads
 
     def preallocate(self) -> Step:
-        """The step, with all of its long-lived memory allocated; see :meth:`Step.preallocate`."""
+        """Return the step, with all of its long-lived memory allocated; see :meth:`Step.preallocate`."""
         with self.lock:
             return self._prepared([None] * len(self.current().params), ahead=True)[0]
 
     def preallocate_for_graphs(self) -> bool:
-        """Make the step current, and its memory where a compiler's CUDA graph can hold it. Whether one can."""
+        """Update the step, and allocate its memory if a compiler's CUDA graph can hold it. Return whether one can."""
         with self.lock:
             self.check_numbers()
             step = self.current()
             fits = self._fits_graphs(step)
-            if fits and not any(map(is_capturing, step.devices)):  # where nothing could be made
+            if fits and not any(map(is_capturing, step.devices)):  # during one, nothing can be allocated
                 step = self.preallocate()
                 fits = self._fits_graphs(step)
                 if fits and self._in_graphs != step.identity:
@@ -463,7 +463,7 @@ class Engine:
             return fits
 
     def _fits_graphs(self, step: Step) -> bool:
-        """Whether replays are complete steps, as long as no change is reported."""
+        """Return whether replays are complete steps, as long as no change is reported."""
         is_plain = self.release is None and self.launcher is None and not (step.refusal or step.only_whole)
         limit, grad_scale, found_inf, _ = self.clip_args
         is_near = not isinstance(limit, Tensor) or [limit.device] == [*step.devices]
@@ -471,19 +471,19 @@ class Engine:
         return is_plain and is_there and is_near and grad_scale is None and found_inf is None
 
     def inline(self, present: Sequence[int]) -> str:
-        """Make the step current, and :attr:`inlined` of it, for gradients at ``present``; say why code cannot hold that."""
+        """Build :attr:`inlined` for gradients of the parameters at ``present``. Return why it cannot be inlined, or ""."""
         with self.lock:
-            apart = {
+            obstacles = {
                 "gradients are released in backward": self.release is not None,
                 "another launcher runs it": self.launcher is not None,
                 "it accumulates gradients in the state": self.accumulated.was_on,
             }
-            if why := next((reason for reason, holds in apart.items() if holds), ""):
+            if why := next((reason for reason, holds in obstacles.items() if holds), ""):
                 return why
-            step, there = self.current(), {*present}
-            given = [p if i in there else None for i, p in enumerate(step.params)]  # for gradients, which are fake
-            if step.wakes(given) or not step.describes([None] * len(given)):  # or a parameter or its state moved
-                step, _ = self.renew(given)
+            step, indices = self.current(), {*present}
+            grads = [p if i in indices else None for i, p in enumerate(step.params)]  # stand for gradients, which are fake
+            if step.wakes(grads) or not step.describes([None] * len(grads)):  # or a parameter or its state moved
+                step, _ = self.renew(grads)
             self.clipping.take(self.clip_args)
             inlined = step.inlined()
             if isinstance(inlined, str):
@@ -494,24 +494,24 @@ class Engine:
             return ""
 
     def _guard(self) -> None:
-        """Note that compiled code may hold the step, which then asks nobody before it runs."""
+        """Note that compiled code may hold the step, and then runs it without calling the engine."""
         self.changes.is_guarded = True
         self.let_read()
 
     def let_read(self) -> None:
-        """Note that somebody reads numbers where they lie, at any time: none of them waits for a step from now on."""
+        """Note that graphs or compiled code may read numbers at any time: assignments reach their tensors at once."""
         self.changes.are_numbers_read = True
         Live.send(self.changes)
 
     def hand_out(self, name: str, group: int) -> None:
-        """Note that somebody gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there are none."""
+        """Note that a user gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there is none."""
         live = self.current().live
-        if name not in live[self.place_of(group)]:
+        if name not in live[self.index_of(group)]:
             raise KeyError(no_hyperparameter(self.distinct_groups[group].kind, name))
         self.distinct_groups[group].tensors(name)
 
     def follow_clipping(self) -> None:
-        """Hand what was assigned to CUDA graphs of compiled code, whose replays ask nobody; or leave these."""
+        """Pass assigned clipping to inlined steps and CUDA graphs of compiled code, or mark their step as stale."""
         if not (self._in_graphs or self.inlined) or any(map(is_capturing, self.current().devices)):
             return
         with self.lock:
@@ -523,7 +523,7 @@ class Engine:
 
     @outside_dynamo
     def run(self, grads: Gradients = None, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters, without hooks; see :meth:`prepare` and :meth:`Step.launch`. One thread at a time does."""
+        """Update the parameters, without hooks, in one thread at a time; see :meth:`prepare` and :meth:`Step.launch`."""
         with self.lock:
             if self.release is not None:
                 return self.release(grads)
@@ -531,24 +531,24 @@ class Engine:
                 step = self.current()
                 if self.launcher is not None and step.refusal:
                     raise ValueError(step.refusal)
-                found = list(map(gradient, step.params)) if grads is None else grads
-                return self.update(self.accumulated.with_zeros(step.params, found), goes_on=False)
+                present = list(map(gradient, step.params)) if grads is None else grads
+                return self.update(self.accumulated.with_zeros(step.params, present), goes_on=False)
             step = self.prepare(grads)
             loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
             self.finish(step)
         return loss
 
     def run_in_graph(self, grads: Gradients) -> None:
-        """Do as :meth:`run` in compiled code, which a compiler may be recording in a CUDA graph, or be about to.
+        """Do as :meth:`run` in compiled code, which a compiler is recording in a CUDA graph, or may record next.
 
-        What is made meanwhile would lie in the graph's memory, so what is missing is made apart from it.
+        Allocations during the recording would be the graph's memory. So missing tensors are allocated outside of it.
         """
         with self.lock:
             step = self.step
             assert step is not None
             captures = captures_of(step.devices)
             if captures and not all(map(inductor_captures, captures)):
-                self.run(grads)  # somebody else's capture
+                self.run(grads)  # another capture, not the compiler's
                 return
             if captures or not (step.is_settled and step.is_preallocated and self._resumes(step, grads)):
                 ordered = grads
@@ -566,15 +566,15 @@ class Engine:
         with self.lock:
             step = self.prepare(grads)
             if not goes_on:  # after it, some parameters have counted the step
-                self.schedules.evaluate()  # outside of `launching`, where step counts are not whole
+                self.schedules.evaluate()  # outside of `launching`, where step counts are not integers
             with self.accumulated.launching(step.params, grads, self.state):
                 step.launch_part()
             self.finish(step, counts=not (goes_on or self.accumulated.is_on))
 
     def prepare(self, grads: Gradients = None) -> Step:
-        """The host's part of a step, which may be a new one; nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
+        """Do the host's part of a step, and return the step. Nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.
 
-        Raises what the optimizer's ``step`` does.
+        Raises as the optimizer's ``step``.
         """
         step = self.current() if self.step is None else self.step
         captures = captures_of(step.devices)
@@ -586,7 +586,7 @@ class Engine:
         return self._prepared(grads, captures)[0]
 
     def _resumes(self, step: Step, grads: Gradients) -> bool:
-        """Whether ``step`` is prepared now, since all is as in its last one. No graph is being captured."""
+        """Prepare ``step`` if all is as in its last call, outside of captures. Return whether it is prepared."""
         if not step.is_settled:
             return False
         self._begin_step(captures=())
@@ -603,12 +603,12 @@ class Engine:
             Live.send(self.changes, captures, self.step.devices if self.step else ())
 
     def mark_stepped(self) -> None:
-        """Let torch's schedulers know that there was a step, unless a number is out of range."""
+        """Record for torch's schedulers that a step was taken; an error if a number is out of range."""
         self.check_numbers()
         self.is_called = True
 
     def finish(self, step: Step, *, counts: bool = True) -> None:
-        """End a step or a part of one, after its launch; of several parts only the first ``counts`` as a step."""
+        """End a step or a part of one, after its launch; ``counts`` for one part of each step."""
         self.launches += 1
         self.runs += counts
         if not step.is_recorded:
@@ -620,7 +620,7 @@ class Engine:
         step.finish()
 
     def _check_capture(self, step: Step, grads: Gradients) -> None:
-        """Refuse to capture a step that needs more than a graph can hold; warn of assignments after one that is captured."""
+        """Raise ``RuntimeError`` if a graph cannot hold the step; note that a user's graph reads its memory from now on."""
         name = self.kind.__name__
         if not step.is_recorded and any(current_capture(device) in _runner_captures for device in step.devices):
             raise RuntimeError(
@@ -644,7 +644,7 @@ _runner_captures: set[object] = set()
 
 @contextlib.contextmanager
 def recorded_by_runner(device: torch.device) -> Iterator[None]:
-    """Refuse steps that are captured meanwhile, on any thread, of optimizers that the runner was not told of."""
+    """Refuse captures of steps meanwhile, on any thread, by optimizers that are not the runner's."""
     capture = current_capture(device)
     _runner_captures.add(capture)
     try:
@@ -654,15 +654,15 @@ def recorded_by_runner(device: torch.device) -> Iterator[None]:
 
 
 def without_number(name: str) -> str:
-    """The name of an engine without its last part, a number that tells engines of equal optimizers apart."""
+    """Return the name of an engine without its last part, a number that distinguishes engines of equal optimizers."""
     return name.rpartition(" #")[0]
 
 
 def refuse_whole(where: str, assigned: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` if ``assigned`` switches on clipping, skipping or a scaler, which need all gradients together.
 
-    ``where`` names the feature that never has all of them.
+    ``where`` names the feature that never has all gradients.
     """
     for name, value in assigned.items():
         if value is not None and value is not False:
-            raise ValueError(f"{name} does not go with {where}: {_WHOLE[name]}")
+            raise ValueError(f"{name} does not go with {where}: {_NEEDS_ALL[name]}")

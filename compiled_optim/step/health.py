@@ -1,7 +1,7 @@
-"""Which parameters do not train as they should: seen in a few elements of each, in every step, without a wait.
+"""Detection of parameters that do not train as they should, from a few elements of each, without waiting for the device.
 
-A step looks at up to 128 elements from the middle of each parameter before and after its update. What it finds goes into
-tables on the device, which hold the last 64 steps. Only a report reads them, and looks at whole tensors then.
+A step reads up to 128 elements from the middle of each parameter before and after its update. The results go into tables on
+the device, which hold the last 64 steps. Only a report reads them, and then reads all elements of tensors.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from compiled_optim.rule.storage import PARTS
 from compiled_optim.step.engine import Engine
 
 ELEMENTS, STEPS = 128, 64
-KINDS = torch.float16, torch.bfloat16, torch.float32, torch.float64  # what kernels read, by number
+KINDS = torch.float16, torch.bfloat16, torch.float32, torch.float64  # dtypes that kernels read, by number
 _LEAST = 16  # steps that say how large a parameter's updates usually are, and elements: those of few often pass through 0
 _DEVIATIONS, _FACTOR = 8.0, 4.0  # how far from the usual an update is unusual: in deviations of its logarithm, and times
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Finding(NamedTuple):
-    """What is wrong, or probably a mistake.
+    """An error, or something that is probably a mistake.
 
     Attributes:
         kind: a word or two; the class of the report lists them.
-        names: the parameters; none where it is about an option.
+        names: the parameters; none if it is about an option.
         message: a sentence about them.
     """
 
@@ -50,7 +50,7 @@ class Finding(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The first parameter, if there is one; a :class:`HealthReport` tells of one at a time."""
+        """The first parameter, or ""; findings of a :class:`HealthReport` have exactly one."""
         return self.names[0] if self.names else ""
 
     def __str__(self) -> str:
@@ -63,12 +63,12 @@ class HealthReport:
 
     Attributes:
         optimizer: the class name.
-        watched: whether steps were watched. Without that, only ``"no gradient"`` and ``"zero moments"`` are found.
+        watched: True if steps were watched. Without that, only ``"no gradient"`` and ``"zero moments"`` are found.
         checked: the names of the parameters.
-        findings: what is wrong, in the order of the parameters. Their ``kind`` is one of these. ``"no gradient"``: it never
+        findings: the problems, in the order of the parameters. Their ``kind`` is one of these. ``"no gradient"``: it never
             had one, and is not frozen. ``"zero gradient"``: its gradients were only zeros. ``"not moved"``: none of its bits
             has changed since it is watched. ``"too small"``: more than half of its elements with gradients stayed, since
-            their updates are below half a unit in the last place. ``"zero moments"``: averages are at 0, or were after a
+            their updates are below half a unit of the last digit. ``"zero moments"``: averages are at 0, or were after a
             load, though it has taken steps. ``"unusual"``: the ratio of update and weight left the range that it had, though
             ``lr`` does not say so; of 16 elements or more.
     """
@@ -86,28 +86,28 @@ class HealthReport:
 
 
 class Looks:
-    """Looks at a few elements of each parameter before and after a step, in torch's operations; none waits for the device.
+    """Reads a few elements of each parameter before and after a step, in torch's operations; none waits for the device.
 
-    What they find goes into a :class:`Watch`'s ``table``, at its ``place``.
+    The results go into the row ``index`` of a :class:`Watch`'s ``table``.
     """
 
-    def __init__(self, plan: Plan, clipping: Clipping, table: Tensor, place: Tensor) -> None:
-        self._clipping, self._table, self._place = clipping, table, place[:1]
+    def __init__(self, plan: Plan, clipping: Clipping, table: Tensor, index: Tensor) -> None:
+        self._clipping, self._table, self._index = clipping, table, index[:1]
         self._weights = [_weight(member).detach() for member in plan.members]
         self._samples = [_sample(weight, weight) for weight in self._weights]
         self._quantities = table.new_zeros(table.shape[1:])
-        self._blocks = table.new_zeros(5, len(self._samples), ELEMENTS)  # whose norms are the first quantities
+        self._blocks = table.new_zeros(5, len(self._samples), ELEMENTS)  # their norms are the first quantities
         self._before, self._after, self._grads = (
             [row[: sample.numel()] for row, sample in zip(block, self._samples, strict=True)] for block in self._blocks[:3]
         )
-        self._absent = table.new_full((ELEMENTS,), math.nan)  # in place of a gradient
+        self._absent = table.new_full((ELEMENTS,), math.nan)  # instead of a gradient
         self._zero, self._one = torch.arange(2.0, dtype=scalar_dtype(table.device), device=table.device).unbind()
         runs = [[*run] for _, run in itertools.groupby((member.groups[member.group] for member in plan.members), id)]
-        self._groups = [(run[0], len(run)) for run in runs]  # of successive parameters, and how many these are
-        self._next = torch.arange(1, STEPS + 1, device=table.device).remainder_(STEPS)  # the place after each
+        self._groups = [(run[0], len(run)) for run in runs]  # the group of successive parameters, and their number
+        self._next = torch.arange(1, STEPS + 1, device=table.device).remainder_(STEPS)  # the index after each
 
     def see_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Look at the gradients that the next step takes, one for each member of the plan."""
+        """Read the gradients that the next step takes, one for each member of the plan."""
         sources = [
             self._absent[: row.numel()] if grad is None or grad.is_sparse else _sample(grad, weight)
             for row, weight, grad in zip(self._grads, self._weights, grads, strict=True)
@@ -115,11 +115,11 @@ class Looks:
         torch._foreach_copy_(self._grads, sources)
 
     def begin(self) -> None:
-        """Look at the parameters, before a step updates them."""
+        """Read the parameters, before a step updates them."""
         torch._foreach_copy_(self._before, self._samples)
 
     def end(self) -> None:
-        """Note what the step did, in one launch a line."""
+        """Write the table's row about the step; each line is one launch."""
         weights, updates, grads, *_ = self._blocks
         torch._foreach_copy_(self._after, self._samples)
         updates.sub_(weights)
@@ -128,21 +128,21 @@ class Looks:
         skipped = self._zero if self._clipping.idle else self._clipping.outcome(self._table.device)[1]
         scalars = torch.cat([*(self._rate(g).expand(n) for g, n in self._groups), skipped.expand(len(self._samples))])
         self._quantities[5:].copy_(scalars.view(2, -1))
-        self._table.index_copy_(0, self._place, self._quantities[None])
-        torch.gather(self._next, 0, self._place, out=self._place)
+        self._table.index_copy_(0, self._index, self._quantities[None])
+        torch.gather(self._next, 0, self._index, out=self._index)
 
     def _rate(self, group: ParamGroup) -> Tensor:
         rate = group.read_only("lr")[0].detach() if "lr" in group else self._one
-        return rate if rate.device == self._table.device else self._one  # where it would have to be waited for
+        return rate if rate.device == self._table.device else self._one  # one on another device would need a wait
 
 
 class KernelLooks:
-    """:class:`Looks` of a plan whose kernels read tables on the device: two launches, which find gradients by themselves."""
+    """:class:`Looks` in two launches, for a plan whose kernels read the addresses of gradients from tables on the device."""
 
-    def __init__(self, lowering: multi_tensor.MultiTensorLowering, table: Tensor, place: Tensor) -> None:
+    def __init__(self, lowering: multi_tensor.MultiTensorLowering, table: Tensor, index: Tensor) -> None:
         from compiled_optim.step.sample_kernels import look, note
 
-        self._kernel, self._lowering, self._table, self._place = note, lowering, table, place
+        self._kernel, self._lowering, self._table, self._index = note, lowering, table, index
         plan, hypers = lowering.plan, [hyper.name for hyper in lowering.plan.hypers for _ in range(hyper.length)]
         rows = []
         for member, group, grad_dtype in zip(plan.members, plan.group_index, plan.grad_dtypes, strict=True):
@@ -156,56 +156,56 @@ class KernelLooks:
         self._notes: dict[int, tuple[Launch, Sequence[Tensor]]] = {}
         self._on_device = multi_tensor.current_device(table.device)
         with self._on_device:
-            self._look = prepared(look, (len(rows),), (self._samples, self._before, place), (ELEMENTS,))
+            self._look = prepared(look, (len(rows),), (self._samples, self._before, index), (ELEMENTS,))
 
     def begin(self) -> None:
-        """As :meth:`Looks.begin`."""
+        """Read the parameters, as :meth:`Looks.begin`."""
         with self._on_device:
             self._look()
 
     def end(self) -> None:
-        """As :meth:`Looks.end`; the gradients are looked at here, where the update found them."""
+        """Write the row, as :meth:`Looks.end`, and read the gradients, from the addresses of the update."""
         read = self._lowering.table
         with self._on_device:
             if (known := self._notes.get(id(read.grads))) is None:  # a step that is captured has its own table
-                tensors = self._samples, read.grads, read.hypers, read.outcome, self._before, self._place, self._table
+                tensors = self._samples, read.grads, read.hypers, read.outcome, self._before, self._index, self._table
                 known = prepared(self._kernel, (len(self._before),), tensors, (ELEMENTS, STEPS)), tensors
                 self._notes[id(read.grads)] = known
             known[0]()
 
 
 class Watch:
-    """What the last steps did to a few elements of each parameter of a plan.
+    """A table of how the last steps changed a few elements of each parameter of a plan.
 
-    It goes on with what those ``before`` saw. Its table has the shape (steps, quantities, parameters). Quantities are the
-    norms of the sampled weight, update and gradient, NaN for none; roots of how many elements with a gradient moved, and of
-    how many there were; ``lr``, 1 where a rule has none; and whether the step was skipped.
+    It continues the tables of ``before``. Its shape is (steps, quantities, parameters). Quantities are the norms of the
+    sampled weight, update and gradient, NaN for none; the roots of the numbers of elements that had a gradient and moved,
+    and of those that had one; ``lr``, 1 if a rule has none; and whether the step was skipped.
     """
 
     def __init__(self, lowering: Lowering, clipping: Clipping, before: Sequence[Watch]) -> None:
         self.plan, self._lowering, self._clipping = lowering.plan, lowering, clipping
-        self._rows = {member.owner: row for row, member in enumerate(self.plan.members)}
+        self._columns = {member.owner: column for column, member in enumerate(self.plan.members)}
         dtypes = [as_real(_weight(member).detach()).dtype for member in self.plan.members]
         dtype, device = functools.reduce(torch.promote_types, dtypes, torch.float32), self.plan.device
         self._table = torch.full((STEPS, 7, len(dtypes)), math.nan, dtype=dtype, device=device)
-        self._place = torch.zeros(2, dtype=torch.int64, device=device)  # of the next step's row, and of this step's
-        self._first_sums = [_bit_sum(member) for member in self.plan.members]
+        self._index = torch.zeros(2, dtype=torch.int64, device=device)  # of the rows of the next step and of this step
+        self._old_sums = [_bit_sum(member) for member in self.plan.members]
         self._lost: dict[Tensor, str] = {}  # averages that were at 0 after a load
         for other in before:
             self._take_over(other)
 
     def _take_over(self, other: Watch) -> None:
-        for owner in self._rows.keys() & other._rows.keys():
-            row, there = self._rows[owner], other._rows[owner]
-            self._table[:, :, row] = other._table[:, :, there].to(self._table)
-            self._place.copy_(other._place)
-            self._first_sums[row] = other._first_sums[there].to(self._place.device)
+        for owner in self._columns.keys() & other._columns.keys():
+            column, previous = self._columns[owner], other._columns[owner]
+            self._table[:, :, column] = other._table[:, :, previous].to(self._table)
+            self._index.copy_(other._index)
+            self._old_sums[column] = other._old_sums[previous].to(self._index.device)
             self._lost |= {owner: other._lost[owner]} if owner in other._lost else {}
 
     @functools.cached_property
     def looks(self) -> Looks | KernelLooks:
-        """What writes the table. It is made once the lowering is compiled, which may give state other memory."""
-        lowering, written = self._lowering, (self._clipping, self._table, self._place)
+        """The writer of the table. It is made once the lowering is compiled, which may give state other memory."""
+        lowering, written = self._lowering, (self._clipping, self._table, self._index)
         if (
             isinstance(lowering, multi_tensor.MultiTensorLowering)
             and isinstance(lowering.tables[0].kernel, TritonKernel)
@@ -219,33 +219,33 @@ class Watch:
         self._lost = {m.owner: names for m in self.plan.members if (names := _zero_moments(m, self.plan))}
 
     def findings(self, least: int) -> dict[Tensor, dict[str, str]]:
-        """By parameter, what is wrong in at least that many steps, besides what state alone tells. Waits for the device."""
-        table = self._table.roll(-int(self._place[0].item()), 0).cpu().double()
+        """Return, by parameter, messages by kind: problems that lasted ``least`` steps. Waits for the device."""
+        table = self._table.roll(-int(self._index[0].item()), 0).cpu().double()
         taken = table[~table[:, 0].isnan().all(1)]
-        return {owner: dict(self._wrong(row, taken[:, :, row], least)) for owner, row in self._rows.items()}
+        return {owner: dict(self._wrong(i, taken[:, :, i], least)) for owner, i in self._columns.items()}
 
-    def _wrong(self, row: int, seen: Tensor, least: int) -> Iterator[tuple[str, str]]:
-        """The kinds and messages of findings about one parameter, whose quantities were ``seen``."""
-        member, (weights, updates, grads, moved, present, rates, skipped) = self.plan.members[row], seen.unbind(1)
+    def _wrong(self, column: int, steps: Tensor, least: int) -> Iterator[tuple[str, str]]:
+        """Yield kinds and messages of findings about one parameter; ``steps`` has its quantities, a row for each step."""
+        member, (weights, updates, grads, moved, present, rates, skipped) = self.plan.members[column], steps.unbind(1)
         param, (mode, *_) = member.param, self.plan.statics.get("weights") or (None,)
         if not param.numel():
             return
         had = ~grads.isnan() & (skipped == 0)
         moves = had & (rates != 0)
-        if moves.any():  # else lr is 0 by choice, not at the beginning or end of a schedule
+        if moves.any():  # else lr is 0 by choice, not only at the beginning or end of a schedule
             had = moves
         zeros = int((present[had] == 0).flip(0).long().cumprod(0).sum())
         if zeros >= least and _is_zero(member):
             yield "zero gradient", f"its last {zeros} gradients were only zeros"
-        # Where rounding is by chance, few small steps may move nothing. With further bits, small updates add up. After a
-        # step, some parameters get back what has gaps in its memory, which looks do not see.
-        if had.sum() >= (STEPS if mode == "stochastic" else least) and torch.equal(_bit_sum(member), self._first_sums[row]):
-            yield "not moved", f"no bit of it moved in the last {len(seen)} steps or before"
+        # With stochastic rounding, few small steps may move nothing. With further bits, small updates add up. Parameters
+        # with gaps in memory are updated in copies, which are written back after the step: the samples miss that.
+        if had.sum() >= (STEPS if mode == "stochastic" else least) and torch.equal(_bit_sum(member), self._old_sums[column]):
+            yield "not moved", f"no bit of it moved in the last {len(steps)} steps or before"
         elif mode in (None, "master") and param.is_floating_point() and is_dense(param) and moves.sum() >= least:
             share = float(1 - moved[moves].square().sum() / present[moves].square().sum())  # NaN without elements
             if share > 0.5:
-                said = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
-                yield "too small", f"{said} in {str(param.dtype).removeprefix('torch.')}"
+                stayed = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
+                yield "too small", f"{stayed} in {str(param.dtype).removeprefix('torch.')}"
         if member.owner in self._lost:
             yield "zero moments", f"the last load left {self._lost[member.owner]} at 0, though it has taken steps"
         ratios = updates / weights / rates  # schedules of ``lr`` let updates grow and fall
@@ -262,47 +262,47 @@ class Watch:
 
 
 def report(engine: Engine, plans: Sequence[Plan], watched: Iterable[Watch], least: int) -> HealthReport:
-    """What is wrong in the members of an engine's ``plans``, and was in ``least`` steps of those that were ``watched``."""
-    seen = {owner: wrong for watch in watched for owner, wrong in watch.findings(least).items()}
-    # Entries one by one: Plan.scalars may move them, and kernels and graphs would go on to write where they were.
+    """Report the problems of members of an engine's ``plans``, and those that lasted ``least`` steps of ``watched`` ones."""
+    problems = {owner: wrong for watch in watched for owner, wrong in watch.findings(least).items()}
+    # Entries one by one: Plan.scalars may move them, while kernels and graphs write to the old addresses.
     counts = [count for plan in plans for count in torch.stack([m.entries["step"] for m in plan.members]).tolist()]
-    is_old, found, names = max([engine.steps, *counts]) >= least, [], []
+    is_old, findings, names = max([engine.steps, *counts]) >= least, [], []
     members = [(member, plan) for plan in plans for member in plan.members]
     for (member, plan), count in zip(members, counts, strict=True):
-        wrong = seen.get(member.owner, {})
+        wrong = problems.get(member.owner, {})
         if not count and is_old and member.owner.requires_grad:
             wrong["no gradient"] = "it never had a gradient"
         elif "zero moments" not in wrong and (averages := _zero_moments(member, plan)):
             wrong["zero moments"] = f"{averages} are at 0, though it has taken {count:.0f} steps"
         names.append(member.name)
-        found += [Finding(kind, (member.name,), message) for kind, message in wrong.items()]
-    return HealthReport(engine.kind.__name__, engine.is_watching, tuple(names), tuple(found))
+        findings += [Finding(kind, (member.name,), message) for kind, message in wrong.items()]
+    return HealthReport(engine.kind.__name__, engine.is_watching, tuple(names), tuple(findings))
 
 
 def _zero_moments(member: Member, plan: Plan) -> str:
-    """The averages of a parameter that are at 0 though it has taken steps, in words. Waits for the device."""
+    """Return, in words, the averages of a parameter that are at 0 though it has taken steps. Waits for the device."""
     if not member.param.numel() or not member.entries["step"].item():
         return ""
     averages = {b.name for b in plan.rule.buffers if b.init == 0 and not b.is_copy} - {*PARTS}
-    held = [name for name in plan.buffers if name in averages and not member.entries[name].any()]
-    return "" if held and _is_zero(member) else " and ".join(held)
+    zeros = [name for name in plan.buffers if name in averages and not member.entries[name].any()]
+    return "" if zeros and _is_zero(member) else " and ".join(zeros)
 
 
 def _weight(member: Member) -> Tensor:
-    """What holds all bits of a parameter in one tensor, if something does."""
+    """Return the master copy of a parameter, which has all of its bits, or else the parameter."""
     return member.entries.get("master_param", member.param)
 
 
 def _is_zero(member: Member) -> bool:
-    """Whether a parameter has a dense gradient of zeros now."""
+    """Return whether a parameter has a dense gradient of zeros now."""
     grad = member.owner.grad
     return grad is not None and not grad.is_sparse and not bool(grad.count_nonzero())
 
 
 def _sample(tensor: Tensor, weight: Tensor) -> Tensor:
-    """Up to :data:`ELEMENTS` numbers from the middle of ``tensor``, at the same places as of the ``weight``, in a view.
+    """Return a view of up to :data:`ELEMENTS` numbers from the middle of ``tensor``, at the same indices as of ``weight``.
 
-    Of a tensor in another order of memory than the weight, or of a conjugate, they may be a copy.
+    For a tensor in another order of memory than the weight, or for a conjugate, it may be a copy.
     """
     real = as_real(tensor.resolve_conj())
     if weight.is_contiguous():
@@ -315,9 +315,9 @@ def _sample(tensor: Tensor, weight: Tensor) -> Tensor:
 
 
 def _bit_sum(member: Member) -> Tensor:
-    """Sums of the bits of a parameter and of what holds further bits, as integers: of every eighth element each.
+    """Return sums of the bits, as integers, of a parameter and of its further bits: 8 sums, each of every eighth element.
 
-    One sum would stay where two elements move by the same distance in opposite directions, as biases of two classes do.
+    A single sum would not change if two elements move equally far in opposite directions, as biases of two classes do.
     """
     tensors = [member.param, *(member.entries[name] for name in PARTS if name in member.entries)]
     dense = [flat(t if is_dense(t) else plain_copy(t.detach())) for t in tensors if t.numel()]

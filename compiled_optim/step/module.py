@@ -1,7 +1,7 @@
 """The step of an optimizer as a module, for training steps that are compiled into a file.
 
-Whatever the step reads and writes besides parameters and gradients is a buffer, under a name that says what it is. So code
-that another process compiled finds the tensors of the optimizer that is there.
+All tensors that the step reads and writes besides parameters and gradients are buffers, under descriptive names. So code
+that another process compiled finds the tensors of this process's optimizer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.traced import let_trace, run_inlined
 
-_PARTS = re.compile(r", (?![^()]*\))|(?: with )?[{}] ?")  # between them, in a description
+_PARTS = re.compile(r", (?![^()]*\))|(?: with )?[{}] ?")  # separators in a description
 
 
 class StepModule(nn.Module):
-    """The step of an optimizer, as operations; what :meth:`CompiledOptimizer.as_module` returns.
+    """The step of an optimizer, as operations; :meth:`CompiledOptimizer.as_module` returns it.
 
     Attributes:
         params: the optimizer's parameters.
-        names: theirs, in the same order.
-        description: by name, all that code depends on which holds the step.
+        names: the names of the parameters, in the same order.
+        description: by name, all facts on which code with the step depends.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -54,25 +54,25 @@ class StepModule(nn.Module):
             raise ValueError(f"it takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
         if torch.compiler.is_dynamo_compiling():
             let_trace()
-        there = [i for i, grad in enumerate(grads) if grad is not None]
-        given = [grad for grad in grads if grad is not None]
+        positions = [i for i, grad in enumerate(grads) if grad is not None]
+        present = [grad for grad in grads if grad is not None]
         tensors, clipping, *hypers = [[getattr(self, name) for name in row] for row in self._rows]
         with torch.no_grad():
-            run_inlined([*params], given, there, tensors, hypers, clipping, self._name)
+            run_inlined([*params], present, positions, tensors, hypers, clipping, self._name)
 
     def check(self) -> None:
-        """Let the buffers be what the optimizer's next step would use, and its numbers be in range.
+        """Replace the buffers by the tensors of the optimizer's next step, and check that its numbers are in range.
 
         Call it before code that was compiled with the module. Code of ``torch.compiler.precompile`` does so by itself.
 
         Raises:
-            RuntimeError: groups, state or clipping changed so that this code is of another step. The message says how.
+            RuntimeError: groups, state or clipping changed, and this code is of another step. The message says how.
             ValueError: a number that was assigned is out of range.
         """
         self._buffers.update(itertools.chain(*self._live(self.present())))
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """As :meth:`torch.nn.Module.named_buffers`, after :meth:`check`."""
+        """Yield as :meth:`torch.nn.Module.named_buffers`, after :meth:`check`."""
         self.check()
         yield from super().named_buffers(*args, **kwargs)
 
@@ -81,24 +81,24 @@ class StepModule(nn.Module):
         self.present()
 
     def present(self) -> InlinedStep:
-        """The operations of the optimizer's next step; ``RuntimeError`` where it has none, or others than the module."""
+        """Return the operations of the optimizer's next step; ``RuntimeError`` if it has none, or not the module's."""
         engine = self._engine
-        where = [i for i, param in enumerate(engine.current().params) if param.requires_grad]
-        reason = engine.inline(where)
+        positions = [i for i, param in enumerate(engine.current().params) if param.requires_grad]
+        reason = engine.inline(positions)
         reason = "its parameters are DTensors" if any(map(is_sharded, engine.params)) else reason
-        kind, self._name, found = engine.kind.__name__, engine.name, engine.inlined
-        if reason or found is None:
+        kind, self._name, inlined = engine.kind.__name__, engine.name, engine.inlined
+        if reason or inlined is None:
             can_choose = "lowered" in reason and engine.lowering != "inductor" and not engine.takes_sparse
             advice = "; make it with lowering='inductor'" if can_choose else ""
             raise RuntimeError(f"a step of {kind} cannot be a module: {reason}{advice}")
-        if self._inlined is not None and self._inlined is not found:
-            changed = differences(self.description, self._described(found))
-            what = changed or "groups or state were replaced by others of the same form"
-            raise RuntimeError(f"{kind} changed after as_module(), which must be called again: {what}")
-        return found
+        if self._inlined is not None and self._inlined is not inlined:
+            changed = differences(self.description, self._described(inlined))
+            difference = changed or "groups or state were replaced by others of the same form"
+            raise RuntimeError(f"{kind} changed after as_module(), which must be called again: {difference}")
+        return inlined
 
     def _live(self, inlined: InlinedStep) -> list[list[tuple[str, Tensor]]]:
-        """What a step reads and writes, by name: state and constants, then clipping, and each hyperparameter."""
+        """Return the tensors of a step with their names: state and constants, then clipping, and each hyperparameter."""
         step = self._engine.step
         assert step is not None
         rows = [list(zip(inlined.names, inlined.tensors, strict=True))]
@@ -116,19 +116,19 @@ class StepModule(nn.Module):
 
 
 def form(tensor: Tensor) -> str:
-    """What code depends on that takes ``tensor``."""
+    """Return, in words, the facts about ``tensor`` on which code that takes it depends."""
     kind = str(tensor.dtype).removeprefix("torch.")
     return f"{kind} {tuple(tensor.shape)} with strides {tensor.stride()} on {tensor.device}"
 
 
 def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
-    """The first thing that ``now`` says in another way than ``before``, and how many more there are; or nothing."""
-    # Buffers, which follow from the rest, are last, and in each half what came or went is first.
+    """Return, in words, the first difference of ``now`` from ``before``, and how many more there are; or ""."""
+    # Buffers, which follow from the others, are last, and in each half, additions and removals are first.
     names = sorted({**before, **now}, key=lambda name: ("/" in name, name in before and name in now))
-    if not (found := [name for name in names if before.get(name) != now.get(name)]):
+    if not (changed := [name for name in names if before.get(name) != now.get(name)]):
         return ""
-    texts = [side.get(found[0], "absent") for side in (before, now)]
+    texts = [side.get(changed[0], "absent") for side in (before, now)]
     parts = [pair for pair in itertools.zip_longest(*map(_PARTS.split, texts), fillvalue="") if pair[0] != pair[1]]
     old, new = (first_three([*filter(None, (pair[i] for pair in parts))]) or texts[i] for i in (0, 1))
-    more = f", and {len(found) - 1} more changed" if len(found) > 1 else ""
-    return f"{found[0]} was {old} and is {new}{more}"
+    more = f", and {len(changed) - 1} more changed" if len(changed) > 1 else ""
+    return f"{changed[0]} was {old} and is {new}{more}"

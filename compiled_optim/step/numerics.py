@@ -1,4 +1,4 @@
-"""Which parameters a step is too small to move, as they are stored."""
+"""Detection of parameters that a step is too small to move, in the dtype in which they are stored."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from compiled_optim.state import ParamState, decoded, weight
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.rule_step import RuleStep
 
-_CHOICES = ("weights", "state_dtype")  # how things are stored
+_CHOICES = ("weights", "state_dtype")  # of the storage of weights and state
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class StuckParameter:
     """A parameter in which a step moves less than half of the elements that the rule would move.
 
     Attributes:
-        name: of the parameter.
-        share: how many of the elements that the rule would move stay, from 0.5 to 1.
+        name: the parameter's name.
+        share: the share of the elements that the rule would move, but that stay, from 0.5 to 1.
         lr: the learning rate of its group.
         weight: the median magnitude of those elements; the next two are medians too.
         needed: the smallest step that moves them, half the distance to the next number that can be stored.
@@ -62,7 +62,7 @@ class NumericsReport:
         optimizer: the class name.
         checked: the names of the parameters that a step would move.
         stuck: those that it moves too little, the worst first.
-        uneven: for parameters with 8-bit state, by name, how many of the groups of 64 elements are uneven, as a share: half
+        uneven: for parameters with 8-bit state, by name, the share of the groups of 64 elements that are uneven: half
             of the elements have gradients and moments below a tenth of the group's largest. 8 bits slow these elements.
     """
 
@@ -113,18 +113,18 @@ def check_numerics(engine: Engine) -> NumericsReport:
                 continue
             checked.append(member.name)
             half_unit = _half_unit(before, plan, member)
-            stays = moved & (step < half_unit)
-            share = (stays.sum() / moved.sum()).item()
+            stuck_elements = moved & (step < half_unit)
+            share = (stuck_elements.sum() / moved.sum()).item()
             if share > 0.5:
                 lr = float(member.groups[member.group]["lr"])
-                weight, needed, available = (t[stays].median().item() for t in (before.abs(), half_unit, step))
+                weight, needed, available = (t[stuck_elements].median().item() for t in (before.abs(), half_unit, step))
                 stuck.append(StuckParameter(member.name, share, lr, weight, needed, available, _remedy(plan, member)))
-    stuck.sort(key=lambda found: -found.needed / found.available)
+    stuck.sort(key=lambda each: -each.needed / each.available)
     return NumericsReport(name, tuple(checked), tuple(stuck), uneven)
 
 
 def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:
-    """The share of groups whose elements differ too much for 8 bits; 0 without state in 8 bits."""
+    """Return the share of groups whose elements differ too much for 8 bits; 0 without state in 8 bits."""
     if not plan.rule.grouped_buffers(plan.statics):
         return 0.0
     sizes = grad.detach().abs().float()
@@ -133,12 +133,12 @@ def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:
             sizes = sizes.maximum(moment.abs())
     vector = flat(MemoryOrder(member.param).arranged(sizes))
     groups = torch.nn.functional.pad(vector, (0, -len(vector) % GROUP)).view(-1, GROUP)  # zeros, which do not count
-    half = torch.where(groups > 0, groups, torch.nan).nanmedian(1).values  # of elements that are used at all
+    half = torch.where(groups > 0, groups, torch.nan).nanmedian(1).values  # of nonzero elements
     return (half * 10 < groups.amax(1)).double().mean().item()
 
 
 def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """The parameter with all its bits before and after its next step, which is neither clipped nor rounded."""
+    """Return the parameter with all its bits before and after its next step, which is neither clipped nor rounded."""
     param, weights = member.param.detach(), plan.statics.get("weights")
     before = _wide(param if weights is None else weight(param, member.entries, *weights))
     copy = before.clone()
@@ -159,7 +159,7 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _buffers(plan: Plan, member: Member, statics: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """The rule's own buffers, decoded."""
+    """Yield the names of the rule's own buffers, and the buffers, decoded."""
     codes = {name for name, dtype in plan.statics.get("state_dtype", ()) if dtype == INT8}
     for name in plan.rule.present_buffers(statics):
         entry = member.entries[code_name(name) if name in codes else name]
@@ -171,13 +171,13 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
-    """Half of the distance from each number to the next that can be stored; 0 where steps of any size add up."""
+    """Return half of the distance from each number to the next that can be stored; 0 if steps of any size add up."""
     mode, _ = plan.statics.get("weights") or (None, None)
     if mode in ROUNDED:
         return torch.zeros_like(value)
-    kept = torch.finfo(torch.float32 if mode else member.param.dtype)
+    stored = torch.finfo(torch.float32 if mode else member.param.dtype)
     power = torch.frexp(value.abs().clamp(min=torch.finfo(member.param.dtype).smallest_normal)).exponent - 1
-    return torch.ldexp(torch.full_like(value, kept.eps / 2), power)
+    return torch.ldexp(torch.full_like(value, stored.eps / 2), power)
 
 
 def _remedy(plan: Plan, member: Member) -> str:

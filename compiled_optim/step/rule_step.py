@@ -31,11 +31,11 @@ from compiled_optim.step.step import Gradients, Step
 class RuleStep(Step):
     """The step of an optimizer that has a rule.
 
-    Missing state is made. ``TypeError`` or ``ValueError`` says which parameter, state or clipping does not fit.
+    Missing state is made. ``TypeError`` or ``ValueError`` names the parameter, state or clipping that does not fit.
 
     Args:
-        engine: what owns groups and state. The step keeps what it needs of it, not the engine itself.
-        grad_of: the gradient of a parameter, if there is one.
+        engine: the owner of groups and state. The step keeps no reference to it.
+        grad_of: returns the gradient of a parameter, or None.
     """
 
     def __init__(self, engine: Engine, grad_of: Callable[[Tensor], Tensor | None]) -> None:
@@ -61,22 +61,22 @@ class RuleStep(Step):
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         started = time.perf_counter()
         if plans:
-            addresses.reader()  # which the first optimizer of a process compiles
+            addresses.reader()  # compiled for the first optimizer of a process
         self._log.construction += time.perf_counter() - started
         for plan in plans:
             plan.reread(None)
         self._launched: list[Totals | Lowering] = []  # in the order of the plans, since some share memory
         for lowering in self.lowerings:
             rule = lowering.plan.rule
-            found = [each for each in self.lowerings if each.plan.rule is rule]
-            has_totals = any(rule.has_totals(each.plan.statics) for each in found)
+            of_rule = [each for each in self.lowerings if each.plan.rule is rule]
+            has_totals = any(rule.has_totals(each.plan.statics) for each in of_rule)
             if differentiable and (has_totals or not rule.is_elementwise):
                 which = "sums over all parameters" if has_totals else "does not work element by element"
                 raise ValueError(f"differentiable=True does not go with {rule.name}, which {which}")
             if not has_totals:
                 self._launched.append(lowering)
-            elif lowering is found[0]:
-                self._launched.append(Totals(found, self._clipping))
+            elif lowering is of_rule[0]:
+                self._launched.append(Totals(of_rule, self._clipping))
         if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
             self._log.fall_back(
                 f"{first_three(later)} share memory with other parameters, and are updated after them",
@@ -86,16 +86,16 @@ class RuleStep(Step):
         self._square_sums: SquareSums | None = None
         self._uncompiled = {lowering for lowering in self.lowerings if not isinstance(lowering, EagerLowering)}
         for param in self.params:
-            if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # those stay by themselves
+            if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # torch assumes that those stay
                 let_stay(param)
-        self._settled_for: tuple[Any, ...] = ()  # what clipping was given when the step was prepared last
+        self._settled_for: tuple[Any, ...] = ()  # the arguments of clipping when the step was last prepared
         before = [*engine.step.watches.values()] if isinstance(engine.step, RuleStep) else []
         watched = [x for x in self.lowerings if engine.is_watching and not x.plan.is_meta]
         self.watches: dict[Plan, Watch] = {x.plan: Watch(x, self._clipping, before) for x in watched}
         self._looks: dict[Plan, Looks | KernelLooks] = {}  # of those, once their lowerings are compiled
-        self._pinned: list[object] = []  # what graphs may use for as long as this step is the present one
+        self._pinned: list[object] = []  # memory that graphs may use while this is the engine's step
         self._inlined: InlinedStep | None = None
-        self._positions = [[self.places[id(p)] for p in plan.params] for plan in plans]
+        self._positions = [[self.indices[id(p)] for p in plan.params] for plan in plans]
         planned = {i for positions in self._positions for i in positions}
         self._meta = [p for plan in plans if plan.is_meta for p in plan.params]
         self._stateless = [i for i in range(len(self.params)) if i not in planned]
@@ -118,14 +118,14 @@ class RuleStep(Step):
         return self.lowerings, self._square_sums, self._schedules, self.watches
 
     def view(self, rule: Rule, groups: Collection[int]) -> None:
-        """Replace those parameters of ``groups``, by index, that took a step with what ``rule`` makes of them."""
+        """Apply ``rule`` to the parameters of ``groups``, given by index, that have taken a step."""
         every = [lowering.plan for lowering in self.lowerings]
         for plan in [p for p in every if any(member.group in groups for member in p.members)]:
             view = Plan(rule, plan.statics, plan.members, lambda _: None)
             before = view.scalars.clone()
-            begun = zip(plan.members, before[0].tolist(), strict=True)
+            step_counts = zip(plan.members, before[0].tolist(), strict=True)
             lowering = EagerLowering(view, Clipping(plan.device), self._log)
-            lowering.prepare([m.owner if m.group in groups and steps else None for m, steps in begun])
+            lowering.prepare([m.owner if m.group in groups and steps else None for m, steps in step_counts])
             try:
                 lowering.launch()
             finally:
@@ -135,24 +135,24 @@ class RuleStep(Step):
                 self.changes.pending = True
 
     def is_current(self) -> bool:
-        """Whether also clipping was not switched off, and no meta parameter has got memory."""
+        """Return whether no change was reported, clipping is not off since, and no meta parameter got memory."""
         clips = self._square_sums is None or self._clipping.measures_norm
         return clips and not (self._meta and not all(p.is_meta for p in self._meta)) and super().is_current()
 
     def describes(self, grads: Gradients) -> bool:
-        """Whether the plans still describe parameters and gradients; a parameter without state has none."""
+        """Return whether the plans still describe parameters and gradients, and those without state have no gradient."""
         if self.wakes(grads):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
         by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
-        return all([lowering.plan.read(given, state=state, keep_alive=runs_user_code) for lowering, given in by_plan])
+        return all([lowering.plan.read(taken, state=state, keep_alive=runs_user_code) for lowering, taken in by_plan])
 
     def has_moved_state(self) -> bool:
-        """Whether somebody gave state other memory than it had when the step was made."""
+        """Return whether state has other memory than when the step was built."""
         return self.changes.is_state_handed_out and any(x.plan.addresses.others_moved() for x in self.lowerings)
 
     def has_moved_scalars(self) -> bool:
-        """Whether somebody gave scalars of state memory of their own; compiled code reads those of a plan in one piece."""
+        """Return whether scalars of state were moved out of their plan's tensor, in which compiled code reads them."""
         return self.has_moved_state() and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
 
     def wakes(self, grads: Gradients) -> bool:
@@ -165,10 +165,10 @@ class RuleStep(Step):
         if not is_known or not self.is_current() or self.wakes(grads):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
-        for lowering, given in zip(self.lowerings, self._by_plan(grads), strict=True):
+        for lowering, plan_grads in zip(self.lowerings, self._by_plan(grads), strict=True):
             if not isinstance(lowering, MultiTensorLowering):
                 return False
-            if not lowering.resumes(given, state=state, keep_alive=runs_user_code):
+            if not lowering.resumes(plan_grads, state=state, keep_alive=runs_user_code):
                 return False
         return True
 
@@ -178,7 +178,7 @@ class RuleStep(Step):
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
 
     def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
-        """Why a graph cannot hold this step: it needs more than the device's work of a step like the last one."""
+        """Return why a graph cannot hold this step, or "": it must only repeat the device's work of the last one."""
         elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
         clips = clip_args[0] is not None or clip_args[-1]
         reasons = {
@@ -204,11 +204,11 @@ class RuleStep(Step):
         if reason:
             return reason
         if self._inlined is None or not self._inlined.follows(self._clipping):
-            made = InlinedStep(lowerings, self._positions, self._clipping, self._schedules)
-            hypers = [vector for group, name in made.hypers for vector in self.vectors[group][name]]
-            for tensor in (*made.tensors, *made.clipping, *hypers):
+            inlined = InlinedStep(lowerings, self._positions, self._clipping, self._schedules)
+            hypers = [vector for group, name in inlined.hypers for vector in self.vectors[group][name]]
+            for tensor in (*inlined.tensors, *inlined.clipping, *hypers):
                 let_stay(tensor)
-            self._inlined = made
+            self._inlined = inlined
         return self._inlined
 
     @outside_inference_mode()
@@ -225,27 +225,27 @@ class RuleStep(Step):
         return all(x.table.gradients.reserved for x in self.lowerings if isinstance(x, Capturable))
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
-        """Compile what is not compiled yet, and let every lowering take its gradients and what was assigned."""
-        self.is_settled, by_plan = False, self._by_plan(grads)  # until the end, whatever interrupts it
+        """Compile what is not compiled yet, and let every lowering take its gradients and assigned numbers."""
+        self.is_settled, by_plan = False, self._by_plan(grads)  # until the end, even after an interrupt
         self._compile(by_plan)
-        for lowering, given in zip(self.lowerings, by_plan, strict=True):
-            lowering.prepare(given, captures)
+        for lowering, plan_grads in zip(self.lowerings, by_plan, strict=True):
+            lowering.prepare(plan_grads, captures)
             if isinstance(looks := self._looks.get(lowering.plan), Looks):
-                looks.see_gradients(lowering.plan.gradients(given))
+                looks.see_gradients(lowering.plan.gradients(plan_grads))
         is_followed = not any(isinstance(looks, Looks) for looks in self._looks.values())
         self._settled_for, self.is_settled = self._clipping.given, is_followed
 
     def _compile(self, by_plan: Sequence[Gradients]) -> None:
-        """Make what the lowerings and the norm need and what does not exist yet; ``by_plan`` are their gradients."""
-        for lowering, given in zip(self.lowerings, by_plan, strict=True):
+        """Build missing kernels and tables of the lowerings and of the norm; ``by_plan`` are the plans' gradients."""
+        for lowering, plan_grads in zip(self.lowerings, by_plan, strict=True):
             if lowering in self._uncompiled:
-                self.changes.pending = True  # to the end, whatever interrupts it
+                self.changes.pending = True  # to the end, even after an interrupt
                 try:
                     lowering.compile()
                 except CompilerError as error:
                     refuse(lowering.plan, error)
                     raise
-                lowering.plan.reread(given)
+                lowering.plan.reread(plan_grads)
                 self._uncompiled.discard(lowering)
         self._looks = {plan: watch.looks for plan, watch in self.watches.items()}
         self.changes.pending = False
@@ -254,7 +254,7 @@ class RuleStep(Step):
             self.leave_graphs()
 
     def launch(self, closure: Callable[[], Any] | None = None) -> None:
-        """Evaluate the schedules, measure the gradients where that is needed, and update."""
+        """Evaluate the schedules, measure the gradients if clipping needs that, and update."""
         self._schedules.evaluate()
         for looks in self._looks.values():
             looks.begin()
@@ -292,13 +292,13 @@ class RuleStep(Step):
         return (self._square_sums, *(lowering.launch_key() for lowering in self._capturable))
 
     def copy_gradients(self) -> None:
-        """Where a table does not say where they are, bring the gradients to where the graph reads them."""
+        """Copy gradients whose addresses are in no table to those from which the graph reads them."""
         for lowering in self._capturable:
             lowering.copy_gradients_for_graph()
 
     @contextlib.contextmanager
     def reserve(self, steps: int) -> Iterator[None]:
-        """Let every lowering of the steps that are captured upload at the end of the ``with`` block."""
+        """Let the lowerings of captured steps upload their tables at the end of the ``with`` block."""
         with contextlib.ExitStack() as stack:
             for lowering in () if self._uncompiled else self._capturable:  # else no step is captured
                 stack.enter_context(lowering.table.gradients.uploading_later(steps))
@@ -308,7 +308,7 @@ class RuleStep(Step):
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
         if self._uncompiled or not self.is_current() or self.has_moved_state():
             return None
-        self.is_settled = False  # whoever takes the next step may have assigned something else
+        self.is_settled = False  # the next step may have other assignments
         self._clipping.take(clip_args)
         if self._clipping.measures_norm != (self._square_sums is not None):
             return None

@@ -1,7 +1,7 @@
-"""Kernels that look at samples before and after a step, a program for each parameter; they need Triton.
+"""Kernels that read samples before and after a step, a program for each parameter; they need Triton.
 
-A row of ``samples`` has, of one parameter: the address of the sample, its length and stride; how many bytes behind the
-gradient's address its own begins; the kinds of the numbers of both; and which of the ``hypers`` is its ``lr``, -1 for none.
+A row of ``samples`` has, of one parameter: the sample's address, length and stride; the offset in bytes from the gradient's
+address to its sample; the dtypes of both, as indices in ``KINDS``; and the index in ``hypers`` of its ``lr``, -1 for none.
 """
 
 import triton
@@ -23,20 +23,20 @@ def _norm(x):
 
 
 @triton.jit
-def look(samples, before, place, elements: tl.constexpr):
-    """Write down the parameters before a step, and the ``place`` of its row, which no later launch reads to write it."""
+def look(samples, before, index, elements: tl.constexpr):
+    """Store the parameters before a step, and copy ``index``: programs of ``note`` read the copy and write the first one."""
     t, lane = tl.program_id(0), tl.arange(0, elements)
     row = samples + 7 * t
     inside, at = lane < tl.load(row + 1), lane * tl.load(row + 2)
     tl.store(before + t * elements + lane, _read(tl.load(row), tl.load(row + 4), at, inside, before.dtype.element_ty))
-    tl.store(place + 1, tl.load(place))
+    tl.store(index + 1, tl.load(index))
 
 
 @triton.jit
-def note(samples, grads, hypers, outcome, before, place, table, elements: tl.constexpr, steps: tl.constexpr):
-    """Write the row of the ``table`` about a step, as the class ``Watch`` describes it, and the next row's place."""
+def note(samples, grads, hypers, outcome, before, index, table, elements: tl.constexpr, steps: tl.constexpr):
+    """Write the row of the ``table`` about a step, as the class ``Watch`` describes it, and the next row's ``index``."""
     t, lane, count = tl.program_id(0), tl.arange(0, elements), tl.num_programs(0)
-    row, start, here = samples + 7 * t, tl.load(grads + t), tl.load(place + 1)
+    row, start, here = samples + 7 * t, tl.load(grads + t), tl.load(index + 1)
     inside, at = lane < tl.load(row + 1), lane * tl.load(row + 2)
     weight = tl.load(before + t * elements + lane)
     update = _read(tl.load(row), tl.load(row + 4), at, inside, weight.dtype) - weight
@@ -52,4 +52,4 @@ def note(samples, grads, hypers, outcome, before, place, table, elements: tl.con
     tl.store(to + 4 * count, _norm(grad != 0))
     tl.store(to + 5 * count, tl.load(known, rate >= 0, 1.0))
     tl.store(to + 6 * count, tl.load(outcome + 1))
-    tl.store(place, (here + 1) % steps)
+    tl.store(index, (here + 1) % steps)

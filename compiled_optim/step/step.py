@@ -1,4 +1,4 @@
-"""One way to update the parameters, thrown away when groups or state change; and steps of several gradients."""
+"""The base class of steps, which are rebuilt when groups or state change; and steps of several gradients."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ _identities = itertools.count()
 
 
 class Step:
-    """One way to update the parameters, for as long as groups and state are what it was made from.
+    """One way to update the parameters, valid until groups or state change.
 
     A step is :meth:`prepare`, the host's part; :meth:`launch`, the device's part, which a graph may capture; and
-    :meth:`finish`. The methods from :meth:`key` on are what a CUDA graph needs. ``clip_args`` are the arguments of
+    :meth:`finish`. The methods from :meth:`key` on are for CUDA graphs. ``clip_args`` are the arguments of
     :meth:`Clipping.take`.
 
     Args:
         kind: the optimizer's class.
-        groups: its groups; one may be listed again.
+        groups: its groups; one may be listed twice.
         changes: where groups and state report writes.
     """
 
     name: str  # in reports
     devices: tuple[torch.device, ...]  # where the work is done
-    only_whole = ""  # why no graph can hold `launch` alone, but only a function that steps; empty if one can
+    only_whole = ""  # why a graph can hold only a function that steps, not `launch` alone; empty if it can
 
     def __init__(self, kind: type[Declared], groups: Sequence[ParamGroup], changes: Changes) -> None:
         self.kind, self.changes = kind, changes
@@ -49,84 +49,84 @@ class Step:
         self.identity = str(next(_identities))
         distinct = {id(group): group for group in groups}.values()
         self.params: list[Tensor] = list(dict.fromkeys(p for g in distinct for p in g["params"]))
-        self.places = {id(param): place for place, param in enumerate(self.params)}  # where each stands there, by id
+        self.indices = {id(param): index for index, param in enumerate(self.params)}  # in `params`, by id
         self.live = [g.for_compiled_code[0] for g in distinct]
         self.vectors = [g.for_compiled_code[1] for g in distinct]
-        self.is_recorded = False  # whether a runner captures steps now, so that none is taken
-        self.is_in_user_graph = False  # whether a graph that a user captured, without a runner, reads what it uses now
+        self.is_recorded = False  # whether a runner captures steps now, which does not take them
+        self.is_in_user_graph = False  # whether a graph that a user captured, without a runner, reads its memory
         self._made_of = self._shapes()
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
-        """Raise ``ValueError`` where such steps do not do what the constructor's ``options`` ask of them."""
+        """Raise ``ValueError`` if such steps do not support the constructor's ``options``."""
         raise NotImplementedError
 
     @property
     def memory(self) -> object:
-        """What a graph of :meth:`launch` reads, to be kept for as long as the graph."""
+        """The memory that a graph of :meth:`launch` reads, to be kept alive as long as the graph."""
         raise NotImplementedError
 
     @property
     def refusal(self) -> str:
-        """Why no CUDA graph can hold the step; empty if one can."""
+        """The reason why no CUDA graph can hold the step; empty if one can."""
         return ""
 
     def is_current(self) -> bool:
-        """Whether nobody has reported a change, or replaced a group behind the optimizer's back."""
+        """Return whether no change was reported, and no group was replaced without a report."""
         return not self.changes.pending and self._shapes() == self._made_of
 
     def _shapes(self) -> list[tuple[Any, ...]]:
-        """What groups may change without a report: identity, length, and (in place) whether a hyperparameter is 0."""
+        """Return the facts that can change without a report: identity and length of groups, hyperparameters that are 0."""
         lengths = [(id(group), len(dict.get(group, "params", ()))) for group in self._groups]
         groups = [group for group in self._groups if isinstance(group, ParamGroup)]
         return [*lengths, *[(g.nonzero(key),) for g in groups for key in g.kind._declaration.structural_hypers]]
 
     def describes(self, grads: Gradients) -> bool:
-        """Look at all parameters and ``grads``; whether the step can be taken with them."""
+        """Read all parameters and ``grads``. Return whether the step can be taken with them."""
         return True
 
     def wakes(self, grads: Gradients) -> bool:
-        """Whether a parameter without state has a gradient, so that the step must be made anew."""
+        """Return whether a parameter without state has a gradient, so that the step must be rebuilt."""
         return False
 
     def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
-        """Why a graph that is being captured cannot hold this step; empty if it can."""
+        """Return why a graph that is being captured cannot hold this step; empty if it can."""
         return "" if self.is_current() else "groups or state changed since the last step"
 
     def preallocate(self) -> None:
-        """Make everything that :meth:`launch` uses, so that preparing and launching allocate nothing that stays.
+        """Allocate everything that :meth:`launch` uses, so that preparing and launching keep no new memory.
 
-        That holds until groups, state or clipping change, for gradients of the dtypes that they had last, or of their
-        parameters', and for one launch that is captured. ``CompilerError`` as :meth:`prepare`.
+        That holds until groups, state or clipping change, for gradients of their last dtypes, or else of the parameters'
+        dtypes, and for one launch that is captured. ``CompilerError`` as :meth:`prepare`.
         """
 
     @property
     def is_preallocated(self) -> bool:
-        """Whether there is memory that only a launch which is captured reads."""
+        """True if memory for a captured launch alone is allocated."""
         return True
 
     def inlined(self) -> InlinedStep | str:
-        """The step as operations of a graph that is being traced, or why it is an operator there."""
+        """Return the step as operations for a graph that is being traced, or why it is an operator there."""
         return "its steps are not made of a rule"
 
-    is_settled = False  # whether :meth:`resumes` may say yes
+    is_settled = False  # whether :meth:`resumes` may return True
 
     def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
-        """Do what :meth:`prepare` does, at less cost, if all but the addresses of gradients is as it was; whether it is.
+        """Do as :meth:`prepare`, at less cost, if only addresses of gradients changed. Return whether it did.
 
-        Nothing is done for good where it is not. No graph is being captured.
+        If not, the caller prepares the step. No graph is being captured.
         """
         return False
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
-        """Take ``grads``, and follow what was assigned. Nothing is updated yet. Graphs of ``captures`` are being captured.
+        """Take ``grads`` and assigned numbers. Nothing is updated yet. Graphs of ``captures`` are being captured.
 
         Raises:
-            CompilerError: something does not compile on this machine. A step that is made now does without.
+            CompilerError: something does not compile on this machine. A step that is rebuilt now does not need it.
         """
 
     def launch(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters. Where the step re-evaluates the model itself, return what ``closure`` returned first."""
+        """Update the parameters. If the step re-evaluates the model itself, return the first result of ``closure``."""
         raise NotImplementedError
 
     def launch_part(self) -> None:
@@ -134,28 +134,28 @@ class Step:
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Let go of the gradients."""
+        """Release the gradients."""
 
     def saved(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """``state_dict`` of groups and state, as checkpoints have it."""
+        """Return ``state_dict``, of groups and state, in the form of checkpoints."""
         return state_dict
 
     def prepare_load(
         self, state_dict: Mapping[str, Any], prepare: Callable[[Mapping[str, Any]], PreparedLoad]
     ) -> PreparedLoad:
-        """Check what copies ``state_dict``; ``prepare`` checks the entries for groups and state."""
+        """Check ``state_dict`` and return a load; ``prepare`` checks the entries for groups and state."""
         return prepare(state_dict)
 
     def key(self) -> tuple[object, ...]:
-        """What a graph of :meth:`launch` depends on: it is valid for as long as this stays equal."""
+        """Return the key of a graph of :meth:`launch`, which is valid as long as its key stays equal."""
         raise NotImplementedError
 
     def copy_gradients(self) -> None:
-        """Bring the prepared gradients to where :meth:`launch`, if it is captured now or was before, reads them."""
+        """Copy the prepared gradients to the addresses from which a captured :meth:`launch` reads them."""
 
     @contextlib.contextmanager
     def reserve(self, steps: int) -> Iterator[None]:
-        """Let up to ``steps`` steps inside a ``with`` block be captured by one who follows assignments himself."""
+        """Let a runner, which follows assignments itself, capture up to ``steps`` steps inside a ``with`` block."""
         try:
             self.is_recorded = True
             yield
@@ -163,7 +163,7 @@ class Step:
             self.is_recorded = False
 
     def leave_graphs(self) -> None:
-        """Warn where the optimizer no longer uses what a user's graph reads."""
+        """Warn if a user's graph reads memory that the optimizer no longer uses."""
         if self.is_in_user_graph:
             self.is_in_user_graph = False
             warnings.warn(
@@ -174,29 +174,29 @@ class Step:
             )
 
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
-        """Hand over what was assigned since the last step to a graph that holds whole steps, without preparing one.
+        """Pass values assigned since the last step to a graph that holds whole steps, without preparing one.
 
-        Returns what the graph depends on, as :meth:`key`; None if the step would have to be made anew. ``clip_args`` have
-        the gradient scaler's tensors that the graph reads.
+        Return the key of the graph, as :meth:`key`, or None if the step would have to be rebuilt. ``clip_args`` have the
+        gradient scaler's tensors that the graph reads.
         """
         raise NotImplementedError
 
 
 class AccumulatedSteps:
-    """The parameters of an optimizer whose state has gradients of a step that has not moved them yet."""
+    """The parameters of an optimizer whose state has gradients of a step that has not ended."""
 
     def __init__(self) -> None:
-        self.was_on = False  # once, from when on the rule is another one
+        self.was_on = False  # in any step so far; from then on the rule is another one
         self.is_on = False  # whether the next gradients are not the last ones of their step
-        self._open: set[int] = set()  # ids of these parameters; the optimizer has them all
+        self._open: set[int] = set()  # ids of these parameters, which the optimizer keeps alive
 
     def rule(self, kind: type[Declared]) -> Rule:
-        """What steps follow that follow the rule of ``kind``."""
+        """Return the rule of steps of ``kind``: with accumulation once that was on."""
         rule, accumulation = kind._rule, kind._accumulation
         return accumulating(rule, accumulation) if self.was_on and accumulation else rule
 
     def check(self, groups: Sequence[ParamGroup], *, begins: bool = False) -> None:
-        """Raise ``ValueError`` where the state of a group's parameters cannot take several gradients for one step.
+        """Raise ``ValueError`` if the state of a group's parameters cannot take several gradients for one step.
 
         Checks only if accumulation is on, or ``begins``.
         """
@@ -218,7 +218,7 @@ class AccumulatedSteps:
                     raise ValueError(f"{where}[{hyper!r}]=0: without state, the gradients of micro-batches would be lost")
 
     def check_ended(self, what: str) -> None:
-        """Raise ``RuntimeError`` where state holds a part of a step."""
+        """Raise ``RuntimeError`` if state holds a part of a step."""
         if self._open:
             raise RuntimeError(
                 f"state cannot be {what} between the micro-batches of a step; set optimizer_accumulation to False and take "
@@ -226,15 +226,15 @@ class AccumulatedSteps:
             )
 
     def forget(self) -> None:
-        """Note that the state of whole steps replaced the state."""
+        """Note that the state was replaced by one without parts of steps."""
         self._open.clear()
 
     def keep(self, params: Iterable[Tensor]) -> None:
-        """Forget all parameters but ``params``, which the optimizer has now, and keeps alive until this is called again."""
+        """Forget all parameters but ``params``, which the optimizer has now and keeps alive until the next call."""
         self._open.intersection_update(map(id, params))
 
     def with_zeros(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """``grads``; where they end a step, with zeros for those of ``params`` that had earlier gradients in it."""
+        """Return ``grads``; if they end a step, with zeros for those of ``params`` that had earlier gradients in it."""
         if self.is_on:
             return list(grads)
         pairs = zip(params, grads, strict=True)
@@ -244,10 +244,10 @@ class AccumulatedSteps:
     def launching(
         self, params: Sequence[Tensor], grads: Sequence[Tensor | None], state: Mapping[Any, Any]
     ) -> Iterator[None]:
-        """Add fractions to step counts during a ``with`` block, which tell the rule the micro-batch's place in the step.
+        """Add fractions to step counts during a ``with`` block, which tell the rule where in the step the micro-batch is.
 
-        They say of each of ``params`` that has a gradient in ``grads`` whether the step has had one before, and whether
-        another one follows.
+        For each of ``params`` with a gradient in ``grads``, they encode whether the step had one before, and whether another
+        one follows.
         """
         present = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
         if not present or not (self.is_on or self._open):

@@ -1,8 +1,8 @@
 """The step in the graph of a function that the user compiles: as operations of the graph, or as an operator.
 
-An operator's schema declares what a graph can see of a step: the parameters change, the gradients are read. State and
-hyperparameters belong to the optimizer, whose engine the operator finds by a name, and so do compilers that look at
-operations. The name says what the optimizer is, since compiled code can be kept and run by another process.
+An operator's schema declares that the parameters change and the gradients are read. State and hyperparameters belong to the
+optimizer, whose engine the operator finds by a name, as do compilers that look at operations. The name describes the
+optimizer, since compiled code can be stored and run by another process.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from compiled_optim.step.step import Gradients, Step
 
 @called_while_tracing
 def ask(key: str, method: str, *args: Any) -> bool | str | None:
-    """What this method of an engine returns, if a trace can hold it."""
+    """Call this method of an engine. Return its result if that is a bool or a string, which a trace can hold."""
     answer = getattr(ENGINES[key], method)(*args)
     return answer if isinstance(answer, (bool, str)) else None
 
@@ -42,37 +42,37 @@ def let_trace() -> None:
 
 @called_while_tracing
 def _guard_params(key: str, _: str) -> None:
-    """Let what is traced be valid for as long as its parameters are an engine's, and a text is what it is now."""
+    """Let the trace be valid as long as its parameters are the engine's, and the second argument is equal."""
     guard_items(ENGINES[key], "step.params")
 
 
 def guard_params(engine: Engine) -> None:
-    """Let what is traced, and has read all parameters, be valid for as long as they are those of ``engine``."""
+    """Let the trace, which has read all parameters, be valid as long as they are those of ``engine``."""
     _guard_params(engine.key, engine.changes.lists)
 
 
 @called_while_tracing
 def _guard_state(key: str) -> None:
-    """Let what is traced be valid for as long as scalars of state are where the step has them, in one tensor."""
+    """Let the trace be valid as long as scalars of state are in the step's one tensor."""
     guard_by(ENGINES[key], lambda engine: not engine.step.has_moved_scalars())
 
 
 @called_while_tracing
 def _depend_on(identity: str) -> None:
-    """Let what is traced be valid for as long as a step has this ``identity``."""
+    """Let the trace be valid as long as the step has this ``identity``."""
 
 
 def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> None:
     """Record a step in the graph that is being traced.
 
     It reads nothing that Dynamo treats specially. ``scaler`` has ``grad_scale`` and ``found_inf`` of a gradient scaler that
-    calls the step, with tensors that are other ones each time.
+    calls the step, which are new tensors in each call.
     """
     mend_tracing()
     let_trace()
     ask(engine.key, "current")
-    # Dynamo refuses to read sparse gradients; no step with such is inlined.
-    is_sparse = engine.takes_sparse  # read of groups, this would depend on their entries
+    # Dynamo refuses to read sparse gradients; no step with sparse gradients is inlined.
+    is_sparse = engine.takes_sparse  # read from groups, this would add guards on their entries
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
     guard_params(engine)
     is_scaled = scaler[0] is not None or scaler[1] is not None
@@ -85,8 +85,8 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
         hypers = [step.vectors[group][name] for group, name in inlined.hypers]
         clipping = []
         if inlined.clips or is_scaled:
-            given = (None, *scaler, None)
-            clipping = [old if new is None else new for old, new in zip(inlined.clipping, given, strict=True)]
+            scaler_args = (None, *scaler, None)
+            clipping = [old if new is None else new for old, new in zip(inlined.clipping, scaler_args, strict=True)]
         run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
         return
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
@@ -115,18 +115,18 @@ def run_inlined(
 ) -> None:
     """Update ``params`` by :meth:`InlinedStep.run` of an optimizer; ``grads`` are of those at ``positions``.
 
-    Compilers call it on stand-ins of the tensors.
+    Compilers call it on fake tensors.
     """
-    given = dict(zip(positions, grads, strict=True))
+    by_position = dict(zip(positions, grads, strict=True))
     numbers = [[vector.view(()) for vector in vectors] for vectors in hypers]
-    inlined = _found(optimizer, [], []).inlined  # all that belongs to the one or the other is handed in
+    inlined = _find(optimizer, [], []).inlined  # any engine of this name: all tensors are arguments
     assert inlined is not None
     single = [vector.view(()) for vector in clipping]
-    inlined.run(params, [given.get(i) for i in range(len(params))], tensors, numbers, single)
+    inlined.run(params, [by_position.get(i) for i in range(len(params))], tensors, numbers, single)
 
 
 def _guard(engine: Engine) -> Step:
-    """The step for which the trace is valid. Compiled code runs no Python of this package."""
+    """Return the step for which the trace is valid. Compiled code runs no Python of this package."""
     step = engine.step
     assert step is not None
     _depend_on(step.identity)
@@ -135,38 +135,38 @@ def _guard(engine: Engine) -> Step:
     return step
 
 
-def _found(name: str, params: Sequence[Tensor], positions: Sequence[int]) -> Engine:
-    """The engine of this name, and of ``params``, which are those at ``positions`` of its parameters.
+def _find(name: str, params: Sequence[Tensor], positions: Sequence[int]) -> Engine:
+    """Return the engine of this name that has ``params``, at ``positions`` of its parameters.
 
-    Of several that differ in the last part of their names alone it is the one whose parameters these are. The last part
-    counts where they are nobody's, but a compiler's copies.
+    Of several whose names differ only in the last part, it is the one that owns these parameters. The last part decides if
+    no engine owns them, since they are a compiler's copies.
 
     Raises:
-        RuntimeError: there is no such engine, or the parameters are another one's.
+        RuntimeError: no engine has this name, or the parameters are another engine's.
     """
-    found = NAMED.get(name)
-    if found is not None and all(map(is_, _at(found.params, positions), params)):
-        return found
+    named = NAMED.get(name)
+    if named is not None and all(map(is_, _at(named.params, positions), params)):
+        return named
     live = list(NAMED.values())
-    owned = {_place(param) for engine in live for param in engine.params}
-    known = [(i, place) for i, place in zip(positions, map(_place, params), strict=True) if place in owned]
+    owned = {_address(param) for engine in live for param in engine.params}
+    known = [(i, address) for i, address in zip(positions, map(_address, params), strict=True) if address in owned]
     alike = [engine for engine in live if without_number(engine.name) == without_number(name)]
-    fitting = [engine for engine in alike if all(_place(engine.params[i]) == place for i, place in known)]
-    if found in fitting:
-        return found
+    fitting = [engine for engine in alike if all(_address(engine.params[i]) == address for i, address in known)]
+    if named in fitting:
+        return named
     if known and len(fitting) == 1:
         return fitting[0]
-    there = "; ".join(sorted(engine.name for engine in live)) or "none"
+    names = "; ".join(sorted(engine.name for engine in live)) or "none"
     reason = "the parameters are another optimizer's" if alike and known else "it is not in this process"
-    raise RuntimeError(f"this code was compiled for the optimizer [{name}], but {reason}; there are: {there}")
+    raise RuntimeError(f"this code was compiled for the optimizer [{name}], but {reason}; there are: {names}")
 
 
 def _at(params: list[Tensor], positions: Sequence[int]) -> list[Tensor]:
     return params if len(positions) == len(params) else [params[position] for position in positions]
 
 
-def _place(tensor: Tensor) -> tuple[int, int]:
-    """Where ``tensor`` lies, whether it has memory or not."""
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Return the identity of the storage of ``tensor``, and its offset there; meta tensors have both, too."""
     part = local(tensor)
     return part.untyped_storage()._cdata, part.storage_offset()  # type: ignore[return-value]
 
@@ -185,19 +185,19 @@ def _step(
 ) -> None:
     """Let an engine ``run`` with ``grads`` of ``params``, which are those at ``positions``, ascending, of its parameters.
 
-    Without any, it runs with the gradients that they have then: Dynamo refuses to read sparse ones.
-    A compiler may hand over copies of the parameters and copy them back later; they then get the new values too.
+    With empty ``grads``, it reads the ``grad`` of each: Dynamo refuses to read sparse ones.
+    A compiler may pass copies of the parameters and copy them back later; they then get the new values too.
     """
-    engine = _found(optimizer, params, positions)
+    engine = _find(optimizer, params, positions)
     every = engine.params
     owned = _at(every, positions)
-    given: Gradients = [*grads]
+    passed: Gradients = [*grads]
     if params and not grads:
-        given = None
+        passed = None
     elif len(positions) < len(every):
         by_position = dict(zip(positions, grads, strict=True))
-        given = [by_position.get(i) for i in range(len(every))]
-    run(engine, given)
+        passed = [by_position.get(i) for i in range(len(every))]
+    run(engine, passed)
     if not all(map(is_, owned, params)):
         for param, copy in zip(map(local, owned), params, strict=True):
             if copy.data_ptr() != param.data_ptr():
@@ -210,7 +210,7 @@ OPERATORS: dict[str, Callable[..., None]] = {
     "step": functools.partial(_step, Engine.run),
     "step_in_graph": functools.partial(_step, Engine.run_in_graph),
 }
-"""By name, what each operator does. The host's half of the first must run every time: no CUDA graph may hold it."""
+"""The operators by name. The host's half of the first must run in every call: no CUDA graph may hold it."""
 
 for _name, _run in OPERATORS.items():
     _tags = () if _name == "step_in_graph" else (torch.Tag.cudagraph_unsafe,)

@@ -71,7 +71,7 @@ def one_graph(decisions: Decisions, inputs: int, copied: int) -> None:
     assert len(decisions.sources) == 1
     (recorded,) = decisions.partitions
     assert (recorded.inputs, recorded.copied) == (inputs, copied)
-    assert {*recorded.written} <= {*recorded.stays}
+    assert {*recorded.written} <= {*recorded.static}
     assert recorded.source.count("def partition_") == 1
     assert recorded.source.count("torch.ops.compiled_optim.step_in_graph.default(") == 1
     assert "auto_functionalized" not in recorded.source

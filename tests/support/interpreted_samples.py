@@ -128,7 +128,7 @@ def tables(case: str, *, captured: bool) -> tuple[list[Tensor], list[str]]:
             optimizer.param_groups[0]["lr"] = 0.03
         step()
     watches = engine_of(optimizer).step.watches.values()
-    return [t for watch in watches for t in (watch._table, watch._place[:1])], LAUNCHED[:]
+    return [t for watch in watches for t in (watch._table, watch._index[:1])], LAUNCHED[:]
 
 
 def differences(case: str, *, captured: bool) -> Iterator[str]:
