@@ -212,9 +212,9 @@ def test_which_plans_loops_serve(
 def test_shards_go_another_way(one_process: None) -> None:
     param = nn.Parameter(distribute_tensor(torch.randn(24, 40), init_device_mesh("cpu", (1,)), [Shard(0)]))
     (lowering,) = engine_of(co.Muon([("w", param)])).step.lowerings
-    assert looped.refusal_where_they_are(lowering.plan) == ""
+    assert looped.refusal_in_place(lowering.plan) == ""
     (lowering,) = engine_of(co.Muon([("w", nn.Parameter(torch.randn(24, 40)))])).step.lowerings
-    assert looped.refusal_where_they_are(lowering.plan) is None
+    assert looped.refusal_in_place(lowering.plan) is None
 
 
 def _products(recorder: Record) -> int:
