@@ -24,7 +24,7 @@ from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.symbols import PLAIN
 
-LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # what users can ask for
+LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # the values of the option `lowering`
 LOWERINGS: tuple[LoweringName, ...] = get_args(LoweringName)
 LOOPED: dict[str, tuple[Callable[[Plan], str | None], Any]] = {
     "cpu": (looped.refusal, looped.LoopLowering),
@@ -55,7 +55,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         if name == "multi_tensor":
             refusal, loops = LOOPED.get(plan.device.type, (lambda plan: "", None))
             if why := refusal(plan):
-                advice = "that may take a minute for each shape; with lowering='inductor' this is not said"
+                advice = "that may take a minute for each shape; lowering='inductor' avoids this warning"
                 log.fall_back(f"Inductor compiles stacks, since {why}", advice)
             return (StackTableLowering if why is not None else loops)(plan, clipping, log)
         return StackedLowering(plan, clipping, log, compiled=name != "eager")
@@ -75,7 +75,7 @@ def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
         name, kind = plan.members[0].name, type(plan.members[0].param).__name__
         log.fall_back(
             f"'{name}' is updated with plain torch operations: a {kind} has no memory of its own",
-            "with lowering='eager' this is not said",
+            "lowering='eager' avoids this warning",
         )
         return "eager"
     if on_cpu and not cache.compiler():

@@ -1,6 +1,6 @@
 """The multi-tensor lowering: one kernel per dtype key reads the addresses of all tensors from a table.
 
-A step is one call for each dtype key, whatever the number of tensors and groups. The tables hold the addresses of
+A step is one call for each dtype key, for any number of tensors and groups. The tables hold the addresses of
 parameters, gradients, state and hyperparameters. They are updated when one of these changes, without a recompile. An
 absent gradient has the address 0; its parameter is not updated.
 """

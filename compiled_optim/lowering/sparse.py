@@ -160,7 +160,7 @@ class GatheredRowsLowering(InductorLowering):
         self._square_sum.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
 
 
-Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
+Rows: TypeAlias = Literal["distinct", "repeated", "claimed to be distinct", "unknown"]
 """The knowledge of the rows that entries name. In the first two cases the host has read them."""
 
 _CACHED_BATCHES = 16  # different numbers of entries whose memory is cached
@@ -207,7 +207,7 @@ class RowTableLowering(Capturable):
                 distinct = [has_distinct_rows(grad, self.plan.members[i].name) for i, grad in batch_grads.items()]
                 rows = "distinct" if all(distinct) else "repeated"
             elif all(grad.is_coalesced() for grad in batch_grads.values()):
-                rows = "said to be distinct"
+                rows = "claimed to be distinct"
             batch.prepare(list(batch_grads.values()), rows)
             self._prepared.append(batch)
         needed = max((batch.kind.rows for batch in self._prepared), default=0)
@@ -364,6 +364,6 @@ class RowBatch:
         if self.rows == "distinct":
             self.sums.copy_(values)
         else:
-            elected = add_up(rows, self._numbers, values, election, self.sums, sorts=self.rows != "said to be distinct")
+            elected = add_up(rows, self._numbers, values, election, self.sums, sorts=self.rows != "claimed to be distinct")
         torch.mul(self._sum_addresses, elected == self._numbers, out=self.grads)
         torch.addcmul(self._base, self.kind.row_bytes, rows, out=self.tensors)

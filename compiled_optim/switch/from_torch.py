@@ -198,10 +198,10 @@ def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], i
     entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     for key, value in foreign_options([entries]).items():
         raise ValueError(f"{key}={value!r} of param_groups[{index}] has no counterpart in {kind.__name__}")
-    for choice in [static for static in kind._fields_of(Static) if not static.init]:
-        if entries.get(choice.name, choice.default) != choice.default:
+    for field in [static for static in kind._fields_of(Static) if not static.init]:
+        if entries.get(field.name, field.default) != field.default:
             raise ValueError(
-                f"{choice.name} of param_groups[{index}] is {entries[choice.name]!r}, and {choice.default} in {kind.__name__}"
+                f"{field.name} of param_groups[{index}] is {entries[field.name]!r}, and {field.default} in {kind.__name__}"
             )
     entries |= {key: copied(entries[key], f"{key} of param_groups[{index}]") for key in entries.keys() - numbers}
     return {**entries, "params": params}

@@ -32,8 +32,8 @@ class Loop:
 
     ``sums`` are the reductions, among them the largest values of groups, by the name of the result or partial result.
 
-    ``loads`` are the values that the loop reads from memory, ``numbers`` the coefficients that it reads, ``kept`` the values
-    that it stores. ``results`` are the new values of parameter and buffers, by the names of these.
+    ``loads`` are the values that the loop reads from memory, ``numbers`` the coefficients that it reads, ``outputs`` the
+    values that it stores. ``results`` are the new values of parameter and buffers, by the names of these.
     """
 
     name: str
@@ -43,12 +43,12 @@ class Loop:
     ops: list[TensorOp] = field(default_factory=list)
     loads: list[str] = field(default_factory=list)
     numbers: list[str] = field(default_factory=list)
-    kept: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
 
     @property
     def stores(self) -> dict[str, str]:
         """The names of the values that the loop stores, by the names under which it stores them."""
-        return {**{name: name for name in self.kept}, **self.results}
+        return {**{name: name for name in self.outputs}, **self.results}
 
 
 Event: TypeAlias = Loop | TensorOp  # an operation on matrices: a product or a transposition
@@ -92,7 +92,7 @@ class Schedule:
             self.events.append(self._loop(axes, (), {o: n for o, n in late.items() if update.inputs[o] == axes}))
         read = multiplied.union(*(loop.loads for loop in self.loops))
         for loop in self.loops:
-            loop.kept = [op.name for op in loop.ops if op.name in self._names & read]
+            loop.outputs = [op.name for op in loop.ops if op.name in self._names & read]
         sums = ((name, loop, op) for loop in self.loops for name, op in loop.sums.items())
         self.partial = {name: (loop, op) for name, loop, op in sums if name != op.name}
         self.dtypes |= {name: torch.int32 if s.is_int else torch.float64 for name, (_, s) in self.partial.items()}

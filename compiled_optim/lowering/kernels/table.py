@@ -1,6 +1,6 @@
 """The tables that kernels read and write, in the memory of their device.
 
-``evaluate`` works on one :class:`CoefficientTable` for all parameters of a plan, whatever their dtypes. ``measure`` and
+``evaluate`` works on one :class:`CoefficientTable` for all parameters of a plan, of any dtypes. ``measure`` and
 ``update`` work on a :class:`TensorTable` for each kernel. A tensor there names its column of coefficients.
 """
 

@@ -434,7 +434,7 @@ def load(text: str) -> ModuleType:
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which ``device`` is current. Triton launches there, whatever the device of the tensors."""
+    """Return a context in which ``device`` is current. Triton launches there, not on the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 

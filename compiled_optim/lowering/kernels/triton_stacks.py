@@ -29,7 +29,7 @@ _HEIGHT, _LANES = 64, 8 * _COLUMNS  # rows that a program updates, tile by tile;
 _ROW = 16  # numbers of a row that a sum adds up in float32, so that threads exchange few float64 numbers
 _ADDED = 2048  # partial sums that a program adds up at a time
 _NUMBER = r"T\(numbers\[(\d+)\]\)"  # a constant in an expression
-_FIRST_ARGUMENTS = ("tensors", "grads", "index", "outcome", "coefficients", "numbers")
+_FIRST = ("tensors", "grads", "index", "outcome", "coefficients", "numbers")
 """The first arguments of all kernels. ``index`` has the table column of each tensor of the stack, ``numbers`` constants."""
 
 _WORDS = """
@@ -121,7 +121,7 @@ class StackSource(Schedule):
 
     def temporaries(self, loop: Loop) -> list[str]:
         """Return the names of the values and partial sums that the kernel of ``loop`` reads and writes."""
-        values = [name for name in (*loop.loads, *loop.kept) if name not in self.update.inputs]
+        values = [name for name in (*loop.loads, *loop.outputs) if name not in self.update.inputs]
         return [*dict.fromkeys(values), *loop.sums]
 
     def _printed(self, loop: Loop) -> str:
@@ -160,9 +160,7 @@ class StackSource(Schedule):
         temporaries = [f"at_{name}" for name in self.temporaries(loop)]
         return _LOOP.format(
             name=loop.name,
-            arguments=", ".join(
-                [*_FIRST_ARGUMENTS, *temporaries, "count", "right", "down", *map(size, self.update.letters)]
-            ),
+            arguments=", ".join([*_FIRST, *temporaries, "count", "right", "down", *map(size, self.update.letters)]),
             addresses="".join(f", {name}_address" for name in arrays),
             loads=indented(addresses, "        "),
             all=" | ".join(f"{name}_address" for name in arrays) or "0",
@@ -248,7 +246,7 @@ class StackKernels:
         self._done = [[name for name, end in last.items() if end == i] for i in range(len(self._parts))]
 
     def run(self, arguments: Mapping[str, Tensor], count: int) -> None:
-        """Update a stack, with tables of ``count`` columns, and :data:`_FIRST_ARGUMENTS`, but for the constants, by name."""
+        """Update a stack, with tables of ``count`` columns, and :data:`_FIRST`, but for the constants, by name."""
         values = {**arguments, "numbers": self._numbers}
         for part, done in zip(self._parts, self._done, strict=True):
             for name, (shape, dtype) in part.makes.items():
@@ -263,9 +261,9 @@ class StackKernels:
             yield from (self._added(name) for name in event.sums if name in self._source.partial)
         else:
             run = self._symmetric(event) or (lambda values, count: multiply(event, values))
-            yield _Part(event.reads, self._made(event.name), run)
+            yield _Part(event.reads, self._layouts(event.name), run)
 
-    def _made(self, *names: str) -> dict[str, tuple[list[int], torch.dtype]]:
+    def _layouts(self, *names: str) -> dict[str, tuple[list[int], torch.dtype]]:
         return {n: (self._source.shape(n, self._count, self._sizes), self._source.dtypes[n]) for n in names}
 
     def _tiles(self, loop: Loop) -> tuple[int, int]:
@@ -280,14 +278,14 @@ class StackKernels:
         (right, down), source = self._tiles(loop), self._source
         temporaries = source.temporaries(loop)
         batch = math.prod(self._sizes[a] for d, a in enumerate(loop.axes) if d not in _tiled(loop.axes))
-        makes = self._made(*loop.kept, *loop.sums)
+        makes = self._layouts(*loop.outputs, *loop.sums)
         types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3, *(source.dtypes[name] for name in temporaries)]
         sizes = [self._sizes[letter] for letter in source.update.letters]
         grid = right * down * batch, self._count
         launch = launcher(getattr(self._module, loop.name), grid, types, (8, right, down, *sizes), self._device)
 
         def run(values: Values, count: int) -> None:
-            launch([values[name] for name in (*_FIRST_ARGUMENTS, *temporaries)], (count, right, down, *sizes))
+            launch([values[name] for name in (*_FIRST, *temporaries)], (count, right, down, *sizes))
 
         return _Part([name for name in temporaries if name not in makes], makes, run)
 
@@ -300,7 +298,7 @@ class StackKernels:
 
     def _added(self, partial: str) -> _Part:
         _, op = self._source.partial[partial]
-        makes = self._made(op.name)
+        makes = self._layouts(op.name)
         shape, dtype = makes[op.name]
         numel = math.prod(shape[1:])
         wide = 1 if numel == 1 else 32

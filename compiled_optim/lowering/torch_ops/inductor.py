@@ -162,7 +162,7 @@ class Part:
     """Tensors of a plan, at ``positions``, that share a kernel, which updates the ``vectors`` of each."""
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors]) -> None:
-        # Tensors of similar sizes share a list, whatever their order.
+        # Tensors of similar sizes share a list, in any order.
         self.positions = tuple(sorted(positions, key=lambda i: -plan.members[i].param.numel()))
         self.key = key
         self.kernel: Kernel | None = None
@@ -183,7 +183,7 @@ class Part:
     def reduce(self, stage: int, grads: Sequence[Any], coefficients: Tensor, sums: Tensor) -> None:
         """Write a stage's sums over each tensor to ``sums``, (expressions, tensors of the plan)."""
         for here, _, results in self._run(stage, grads, coefficients):
-            for j, k in enumerate(here):  # in torch, which sums on many processors whatever the count
+            for j, k in enumerate(here):  # in torch, which sums in parallel at any count
                 of_tensor = [sum_of(e, self._numels[k], sums.dtype) for e in results[j :: self._count]]
                 sums[:, self.positions[k]] = torch.stack(of_tensor)
 
@@ -316,7 +316,7 @@ def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
         reduces = bool(rule.stages(plan.statics))
         fails = reduces and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
         reasons += [
-            (f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there", ends_early),
+            (f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses the last group", ends_early),
             (f"{rule.name} does not work element by element", not rule.is_elementwise),
             (f"'{name}' has no memory of its own", plan.wrapped),
             (f"'{name}' shares memory with another parameter", plan.shares_memory),

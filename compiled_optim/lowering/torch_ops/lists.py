@@ -247,7 +247,7 @@ class Lists:
     def expressions(self, stage: int, values: Values) -> list[list[Tensor]]:
         """Return the expressions of one of the rule's ``reductions``, in the shapes of parameters in the rule."""
         results = self._programs.reductions[stage].run(values).values()
-        return [[e.expand_as(seen) for e, seen in zip(es, values["param"], strict=True)] for es in results]
+        return [[e.expand_as(param) for e, param in zip(es, values["param"], strict=True)] for es in results]
 
     def sums(self, stage: int, values: Values) -> list[list[Tensor]]:
         """Return the sum of each expression over each tensor, without the padding of groups."""
@@ -274,9 +274,9 @@ class Lists:
         """Return new parameters and buffers, by name."""
         return {name: self._storable(name, new) for name, new in self._programs.update.run(values).items()}
 
-    def _index(self, seen: Tensor, target: Tensor) -> Tensor:
+    def _index(self, param: Tensor, target: Tensor) -> Tensor:
         """Return the index in the memory of ``target`` of each element that the rule sees."""
-        index = torch.arange(seen.numel(), dtype=torch.int32, device=target.device)
+        index = torch.arange(param.numel(), dtype=torch.int32, device=target.device)
         return index if self._orders is not None else _out_of_order(index, target, _order(target))
 
     def _kinds(self, name: str) -> list[torch.dtype]:
