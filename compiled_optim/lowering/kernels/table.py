@@ -298,7 +298,7 @@ class CoefficientTable:
 
     @property
     def grads(self) -> Tensor:
-        """The same as in :class:`TensorTable`, or marks of which gradients exist."""
+        """The same as in :class:`TensorTable`, or marks that gradients exist."""
         return self.gradients.pointers
 
     def connect(self, all_square_sums: Tensor) -> None:

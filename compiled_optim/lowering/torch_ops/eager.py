@@ -203,7 +203,7 @@ class TorchLowering(Lowering):
         clip_args = () if self._clipping.idle else self._clipping.tensors(self.plan.device)
         of_plan = self.plan.rule, self.plan.statics, before, self.constants, self.group_index
         rows, new, outcome = evaluated(*of_plan, hypers, clip_args, total, present, self.neutral)
-        coefficients = torch.stack(rows)  # before the scalars change, of which a coefficient may be a view
+        coefficients = torch.stack(rows)  # before the scalars change: a coefficient may be a view of one
         scalars.copy_(new.detach())
         self._recorded = (scalars._version, new) if new.requires_grad else None
         return coefficients, outcome
