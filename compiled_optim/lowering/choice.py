@@ -69,7 +69,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
     """Return the name of the lowering of an elementwise rule with dense gradients on ``plan``."""
     on_cpu = plan.device.type == "cpu"
-    if wanted == "eager" or plan.is_meta or torch_internals.is_fake(plan.members[0].param):  # with nothing to compute
+    if wanted == "eager" or plan.is_meta or torch_internals.is_fake(plan.members[0].param):  # no numbers to compute
         return "eager"
     if plan.wrapped:
         name, kind = plan.members[0].name, type(plan.members[0].param).__name__
@@ -138,7 +138,7 @@ class SquareSums:
 
 
 class Totals:
-    """Launches the lowerings of one rule stage by stage, and adds up their sums over all plans.
+    """The launch of the lowerings of one rule stage by stage, with their sums added up over all plans.
 
     The state of each parameter has the shared scalars, so that they are saved, loaded and moved like others. A new
     parameter takes over those of the parameter that took the most steps.

@@ -108,7 +108,7 @@ def _of_parts(key: KernelKey) -> KernelKey:
 
 
 class LoopLowering(StackTableLowering):
-    """Runs the step of one plan for which :func:`refusal` is None."""
+    """The step of one plan for which :func:`refusal` is None."""
 
     stacks: Sequence[LoopStack]
 
@@ -206,7 +206,7 @@ class LoopStack(Stack):
 
 
 class KernelStackLowering(MultiTensorLowering):
-    """Runs the step of one plan on a GPU for which :func:`refusal_in_place` is None."""
+    """The step of one plan on a GPU for which :func:`refusal_in_place` is None."""
 
     name = "stacked"
 

@@ -83,7 +83,7 @@ class Capturable(Lowering):
 
 
 class MultiTensorLowering(Capturable):
-    """Runs the step of one plan with one kernel per dtype key."""
+    """The step of one plan with one kernel per dtype key."""
 
     name = "multi_tensor"
 

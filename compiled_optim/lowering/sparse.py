@@ -134,7 +134,7 @@ class GatheredRows(Vectors):
 
 
 class GatheredRowsLowering(InductorLowering):
-    """Copies the rows out, updates the copies, and copies them back. Entries of one row write the same values.
+    """The step on copies of rows, which are copied back after it. Entries of one row write the same values.
 
     If ``compiled``, Inductor's kernels update the copies, else plain torch operations.
     """
@@ -167,7 +167,7 @@ _CACHED_BATCHES = 16  # different numbers of entries whose memory is cached
 
 
 class RowTableLowering(Capturable):
-    """Runs the multi-tensor kernels on rows, whose addresses are computed from their indices on the device.
+    """The step with multi-tensor kernels on rows, whose addresses are computed from their indices on the device.
 
     Coefficients are evaluated for each parameter. For the update each entry is a tensor with the coefficients of its
     parameter, and has a gradient if its row elected it. Parameters are contiguous. All of them whose rows share a kernel and
@@ -275,8 +275,7 @@ def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, In
 class RowKind:
     """The facts about the parameters at ``positions``, whose rows share a kernel, that do not depend on gradients.
 
-    ``tensors`` is the table of the whole plan. The gradients have ``sparse_dims`` sparse dimensions and dense parts of one
-    shape.
+    ``tensors`` is the table of the whole plan. Gradients have ``sparse_dims`` sparse dimensions and equal dense shapes.
 
     Attributes:
         facts: (2 * sparse dimensions + rows of the table, parameters) int64: for each parameter the index of its first

@@ -112,7 +112,7 @@ _kernels: dict[KernelKey, StackKernel | str] = {}  # or the reason if none compi
 
 
 class StackedLowering(TorchLowering):
-    """Runs the step of one plan, whose tensors are not complex.
+    """The step of one plan with stacks of equal tensors, which are not complex.
 
     Each DTensor is gathered by one process, stack by stack. Those that are split along more than one dimension are gathered
     by every process instead. If ``compiled``, Inductor's kernels update the stacks, else plain torch operations.

@@ -98,7 +98,7 @@ class Schedule:
         self.dtypes |= {name: torch.int32 if s.is_int else torch.float64 for name, (_, s) in self.partial.items()}
 
     def _stored_early(self, old: str, new: str) -> bool:
-        """Let the last loop that reads ``old`` store ``new``, if it computes that and no other result needs ``old``."""
+        """Store ``new`` in the last loop that reads ``old``. Return False if that lacks ``new`` or others need ``old``."""
         readers = [loop for loop in self.loops if old in loop.loads]
         others = [value for other, value in self.update.results.items() if other != old]
         if not readers or old in self._read(others) or new not in {op.name for op in readers[-1].ops}:

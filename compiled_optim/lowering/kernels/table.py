@@ -83,7 +83,7 @@ class HyperPointers:
         self.refresh()
 
     def refresh(self, capturing: bool | None = None) -> None:
-        """Do what :meth:`prepare` does but for copies on the device, which a graph holds. None asks if one is captured."""
+        """Do :meth:`prepare` but for copies on the device, which a graph holds. If None, find out if one is captured."""
 
         def records() -> bool:
             return is_capturing(self._device) if capturing is None else capturing

@@ -70,13 +70,13 @@ def evaluated(
 
 
 def note_outcome(outcome: Tensor, measured: Tensor, *, counts: bool) -> None:
-    """Write the ``measured`` norm and skip to ``outcome``, a :meth:`Clipping.outcome`, which ``counts`` skips."""
+    """Write the ``measured`` norm and skip to ``outcome``, a :meth:`Clipping.outcome`; add up skips if ``counts``."""
     skipped = outcome[2:] + measured[1:] if counts else outcome[2:]
     outcome.copy_(torch.cat([measured, skipped]))
 
 
 class Lowering:
-    """Runs the step of one plan. It writes compilations and fallbacks to the log.
+    """A way to run the step of one plan. It writes compilations and fallbacks to the log.
 
     A step is :meth:`compile`, :meth:`prepare`, :meth:`measure` where the norm of all gradients is needed, :meth:`launch`,
     and :meth:`finish`. Only ``measure`` and ``launch`` use the device, and a CUDA graph can repeat them.
@@ -137,7 +137,7 @@ class Lowering:
 
 
 class TorchLowering(Lowering):
-    """Runs the step of one plan: the coefficients first, in torch operations, then the update of a subclass.
+    """The step of one plan: the coefficients first, in torch operations, then the update of a subclass.
 
     Coefficients are evaluated for all tensors at once, in float64 where the device has it.
 
@@ -222,7 +222,7 @@ class TorchLowering(Lowering):
 
 
 class EagerLowering(TorchLowering):
-    """Runs the step of one plan tensor by tensor, uncompiled: for debugging, and for gradients through the step.
+    """The step of one plan tensor by tensor, uncompiled: for debugging, and for gradients through the step.
 
     With ``differentiable`` the step is recorded by autograd: the new parameter, which replaces the old one in place, and the
     new state depend on the old ones, on the gradient and on every hyperparameter tensor that requires grad. The state

@@ -98,7 +98,7 @@ class Vectors:
 
 
 class InductorLowering(TorchLowering):
-    """Runs the step of one plan with Inductor's kernels, or uncompiled where these cannot index a tensor's elements.
+    """The step of one plan with Inductor's kernels, or uncompiled where these cannot index a tensor's elements.
 
     On accelerators, where each operation is a launch, a graph evaluates the coefficients. If the lowering is not
     ``compiled``, it runs the operations that kernels are compiled from.
