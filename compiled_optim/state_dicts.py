@@ -185,7 +185,7 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
     params, _, unexpected = match(groups, aliases, saved, checkpoint.known_names(*kinds))
 
     def part(index: int) -> dict[str, Any]:
-        names = {each.saved.key for each in params if owners[each.own.group] == index}
+        names = {each.saved.key for each in params if owners[each.current.group] == index}
         its_groups = [{**g, "params": [name for name in g["params"] if name in names]} for g in saved["param_groups"]]
         return {
             **saved,

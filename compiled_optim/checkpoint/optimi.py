@@ -2,7 +2,7 @@
 
 They have the indexed form with another meaning: steps are counted per group, averages are divided by their bias correction,
 and an optimizer without betas calls its momentum ``exp_avg``. Lion and SGD count no steps and divide nothing. Adan keeps the
-last gradient negated, and StableAdamW a copy of its ``eps``. Its ``kahan_comp`` is ours.
+last gradient negated, and StableAdamW a copy of its ``eps``. ``kahan_comp`` means the same as here.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _MARKS = {"setup", "gradient_release", "kahan_sum"}
 _OPTIONS = {*_MARKS, *_BETAS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
 
 COUNTERPARTS = ("SGD", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
-"""The optimizers that optimi has too."""
+"""The optimizers that optimi has, too."""
 _FORMS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"momentum", "dampening"}): ("momentum_buffer",),
     frozenset({"betas"}): ("exp_avg",),
@@ -45,49 +45,49 @@ _FORMS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"betas", "eps", "k", "alpha"}): ("exp_avg", "exp_avg_sq", "la_param"),
     frozenset({"betas", "eps", "adam_wd"}): ("exp_avg", "exp_avg_diff", "exp_avg_sq", "prev_grad"),
 }
-"""The buffers of the optimizers that optimi has, by the options that groups of each hold besides :data:`_SHARED`."""
-_STATE = {"kahan_comp", *itertools.chain(*_FORMS.values())} - {"momentum_buffer"}  # that optimi has, besides step counts
+"""The buffers of optimi's optimizers, by the options in their groups besides :data:`_SHARED`."""
+_STATE = {"kahan_comp", *itertools.chain(*_FORMS.values())} - {"momentum_buffer"}  # optimi's state, besides step counts
 _SHARED = {"lr", "weight_decay", *DECOUPLED, "decouple_lr", "max_lr"}
-_STORAGE = {"weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"}  # which optimi has in other ways, or not
+_STORAGE = {"weights", "kahan_sum", "state_dtype", "exclude", "rounding_seed"}  # that optimi lacks or stores otherwise
 _WITHOUT_EFFECT = ("foreach", "capturable", "differentiable", "fused", "params", "param_names")
 
 
 def _factors(betas: Sequence[float], step: float) -> dict[str, float]:
-    """What turns optimi's buffers after ``step`` steps into ours, by name."""
+    """Return the factors that turn optimi's buffers after ``step`` steps into this package's, by name."""
     names = ("exp_avg", "exp_avg_sq") if len(betas) == 2 else ("exp_avg", "exp_avg_diff", "exp_avg_sq")
     return {name: 1 - beta**step for name, beta in zip(names, betas, strict=True)} | {"prev_grad": -1.0}
 
 
 def is_optimi(state_dict: Mapping[str, Any]) -> bool:
-    """Whether an optimizer of optimi saved ``state_dict``."""
+    """Return True if an optimizer of optimi saved ``state_dict``."""
     return any([set(group) >= _MARKS for group in state_dict["param_groups"]])
 
 
 def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None = None) -> dict[str, Any]:
-    """A state dict of optimi with this package's names and meaning, for the optimizer of ``declaration``, or for any.
+    """Translate a state dict of optimi to this package's names and meaning, for the optimizer of ``declaration`` or any.
 
-    A parameter without state starts anew, where optimi would count it as old as its group. What has no counterpart here, or
-    is not what optimi saves, is :class:`Unloadable`.
+    A parameter without state starts at step 0, where optimi would take the step of its group. :class:`Unloadable` is raised
+    for entries without a counterpart here, or that optimi does not save.
     """
     state: dict[Any, dict[str, Any]] = {}
     groups = []
-    ignored = {"group"}  # which a gradient release puts there
+    ignored = {"group"}  # an entry of gradient release
     if declaration is None or not any(s.name in DECOUPLED for s in declaration.statics):
-        ignored |= {"eps_sq", "mean_square"}  # of StableAdamW, whose state would fit optimizers that choose their decay
+        ignored |= {"eps_sq", "mean_square"}  # of StableAdamW; its other state would fit optimizers that choose their decay
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}] of the optimi checkpoint"
         with naming(where):
             betas = tuple(as_number(group[name], f"{name} of {where}") for name in _BETAS if name in group)
-            groups.append(_our_group(group, betas, where))
+            groups.append(_read_group(group, betas, where))
             for param in [param for param in group["params"] if param in state_dict["state"]]:
                 entries = {k: v for k, v in state_dict["state"][param].items() if v is not None and k not in ignored}
-                state[param] = _our_state(entries, group, betas, where)
+                state[param] = _read_state(entries, group, betas, where)
     return {"state": state | foreign_state(state_dict), "param_groups": groups}
 
 
-def _our_group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
+def _read_group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
     values = {key: value for key, value in group.items() if key not in _OPTIONS}
-    values |= {"adam_wd": False} if "adam_wd" in group else {}  # which optimi ignores
+    values |= {"adam_wd": False} if "adam_wd" in group else {}  # ignored by optimi
     by_lr = is_set(group, "decouple_lr", where)
     values |= {"decouple_lr": True} if by_lr else {}
     values |= {"max_lr": group["max_lr"]} if group.get("max_lr") is not None else {}
@@ -101,7 +101,7 @@ def _our_group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -
     return values
 
 
-def _our_state(entries: dict[str, Any], group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
+def _read_state(entries: dict[str, Any], group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
     step = entries.pop("step", group.get("step"))
     compensation = entries.get("kahan_comp")
     is_compensated = is_set(group, "kahan_sum", where) and getattr(compensation, "itemsize", 2) == 2
@@ -121,39 +121,39 @@ def _our_state(entries: dict[str, Any], group: Mapping[str, Any], betas: tuple[f
 
 @torch.no_grad()
 def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved: dict[str, Any]) -> dict[str, Any]:
-    """``saved``, the state dict of an optimizer of ``kind`` with these groups, with state as optimi stores it.
+    """Convert the state in ``saved``, of an optimizer of ``kind`` with these groups, to optimi's storage, and return it.
 
-    Codes become numbers, and ``kahan_comp`` replaces another part of a weight.
+    Codes become numbers, and ``kahan_comp`` replaces other extra bits of weights.
 
     Raises:
-        ValueError: optimi has no optimizer like ``kind``, or lacks what a group chose and no state dict tells.
+        ValueError: optimi has no optimizer like ``kind``, or lacks an option of a group that state dicts do not hold.
     """
     declaration, update = kind._declaration, getattr(kind, "update", kind)
     hypers = {hyper.name for hyper in declaration.hypers}
     options = _form(hypers | {static.name for static in declaration.statics}) or frozenset()
-    is_theirs = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS
-    if not is_theirs or hypers - {"max_lr"} != {"lr", "weight_decay", *options} - {"adam_wd"}:
+    is_shared = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS
+    if not is_shared or hypers - {"max_lr"} != {"lr", "weight_decay", *options} - {"adam_wd"}:
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(groups):
         if (is_scaled := Scale.is_read(group.get("lr_scale"))) or group.get("weights") == "stochastic":
             choice = "'lr_scale'" if is_scaled else "weights='stochastic'"
             raise ValueError(f"param_groups[{index}] has {choice}, which has no counterpart in optimi")
         keys, forms = saved["param_groups"][index]["params"], StateForm.of_group(declaration, groups, index)
-        for place in parameters_of(group).values():
-            if entries := saved["state"].get(keys[place]):
-                form = forms(place)
+        for i in parameters_of(group).values():
+            if entries := saved["state"].get(keys[i]):
+                form = forms(i)
                 in_kahan = {"weights": form.split and ("kahan", form.split[2]), "state_dtype": ()}
                 form = form._replace(choices={**form.choices, **in_kahan})
                 present = {name: entry for name, entry in entries.items() if entry is not None}
-                saved["state"][keys[place]] = form.converted(present)
+                saved["state"][keys[i]] = form.converted(present)
     return saved
 
 
 def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str, Any]:
-    """The inverse of :func:`from_optimi`: an indexed state dict that optimi's optimizer of the same name loads.
+    """Invert :func:`from_optimi`: return an indexed state dict that optimi's optimizer of the same name loads.
 
     It shares no memory with ``state_dict``, which an optimizer of one of ``kinds`` saved: in the indexed form, with buffers
-    in floating point, and compensations as the only parts of weights.
+    in floating point, and compensations as the only extra bits of weights.
 
     Raises:
         ValueError: an option or a state entry has no counterpart there.
@@ -165,42 +165,42 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}]"
         names = dict(zip(group["params"], parameter_names(group, i), strict=True))
-        entries = {param: found for param in names if (found := state_dict["state"].get(param))}
-        form = _checked_form(group, keys, {name for found in entries.values() for name in found}, where)
-        begun = None if "eps" in form else 1  # an optimizer without eps counts no steps
-        counts = {names[p]: _integer(found.get("step", begun), f"the step of '{names[p]}'") for p, found in entries.items()}
+        entries = {param: saved for param in names if (saved := state_dict["state"].get(param))}
+        form = _checked_form(group, keys, {name for saved in entries.values() for name in saved}, where)
+        default = None if "eps" in form else 1  # an optimizer without eps counts no steps
+        counts = {names[p]: _integer(s.get("step", default), f"the step of '{names[p]}'") for p, s in entries.items()}
         first = next(iter(counts), "")
-        if begun is None and (other := next((name for name in counts if counts[name] != counts[first]), None)):
+        if default is None and (other := next((name for name in counts if counts[name] != counts[first]), None)):
             raise ValueError(
                 f"the parameters of {where} took different numbers of steps, '{first}' {counts[first]} and '{other}' "
                 f"{counts[other]}; optimi counts per group"
             )
-        step = begun or counts.get(first, 0)
+        step = default or counts.get(first, 0)
         groups.append(_optimi_group(group, keys, form, step, where))
-        groups[-1]["kahan_sum"] = any(found.get("kahan_comp") is not None for found in entries.values())
-        for param, found in entries.items():
+        groups[-1]["kahan_sum"] = any(saved.get("kahan_comp") is not None for saved in entries.values())
+        for param, saved in entries.items():
             if counts[names[param]]:
-                state[param] = _optimi_state(found, form, groups[-1], step, f"the state of '{names[param]}'")
-    return {"state": {param: found for param, found in state.items() if found}, "param_groups": groups}
+                state[param] = _optimi_state(saved, form, groups[-1], step, f"the state of '{names[param]}'")
+    return {"state": {param: saved for param, saved in state.items() if saved}, "param_groups": groups}
 
 
 def _form(options: Collection[str]) -> frozenset[str] | None:
-    """The one of :data:`_FORMS` that has most in common with ``options``; None if all have nothing."""
+    """Return the one of :data:`_FORMS` that has most in common with ``options``; None if none has any of them."""
     similar = [form for form in _FORMS if form.intersection(options)]
     return max(similar, key=lambda form: len(form.intersection(options)) - len(form.difference(options)), default=None)
 
 
 def _checked_form(group: Mapping[str, Any], keys: set[str], entries: set[Any], where: str) -> frozenset[str]:
-    """The form of ``group``, which may hold ``keys`` of this package.
+    """Return the form of ``group``, which may hold ``keys`` of this package.
 
     Raises:
-        ValueError: an option that the form needs is missing; or optimi does not know another of ``keys``, or one of
-            ``entries``, the names in the states of its parameters.
+        ValueError: an option that the form needs is missing; or optimi lacks another of ``keys``, or one of ``entries``,
+            the names in the states of its parameters.
     """
-    ours = group.keys() & keys
-    if (form := _form(ours)) is None:
-        raise ValueError(f"optimi has no optimizer with {', '.join(sorted(ours))}, which {where} has")
-    chosen = {key for key in ours if isinstance(group[key], Tensor) or group[key]}
+    present = group.keys() & keys
+    if (form := _form(present)) is None:
+        raise ValueError(f"optimi has no optimizer with {', '.join(sorted(present))}, which {where} has")
+    chosen = {key for key in present if isinstance(group[key], Tensor) or group[key]}
     unknown = (chosen - form - _SHARED - _STORAGE) | (entries - {"step", "kahan_comp", *_FORMS[form]})
     if unknown:
         raise ValueError(f"{where} has {', '.join(sorted(map(described, unknown)))}, which has no counterpart in optimi")
@@ -218,7 +218,7 @@ def _checked_form(group: Mapping[str, Any], keys: set[str], entries: set[Any], w
 
 
 def _optimi_group(group: Mapping[str, Any], keys: set[str], form: frozenset[str], step: int, where: str) -> dict[str, Any]:
-    """``group`` with optimi's options; others than this package's ``keys``, such as a scheduler's, go along."""
+    """Return ``group`` with optimi's options, and all that are not this package's ``keys``, such as a scheduler's."""
     numbers = {
         k: _number(group[k], f"{k} of {where}") for k in ("lr", "weight_decay", *(form & {"eps", "alpha", "momentum"}))
     }
@@ -252,29 +252,29 @@ def _optimi_group(group: Mapping[str, Any], keys: set[str], form: frozenset[str]
 def _optimi_state(
     entries: Mapping[str, Any], form: frozenset[str], group: Mapping[str, Any], step: int, where: str
 ) -> dict[str, Any]:
-    """The state that optimi keeps for ``entries``; none where it would make it anew."""
-    found = {name: entries[name] for name in _FORMS[form] if entries.get(name) is not None}
-    for name, value in found.items():
+    """Return the state that optimi keeps for ``entries``; an empty dict where optimi would initialize it."""
+    buffers = {name: entries[name] for name in _FORMS[form] if entries.get(name) is not None}
+    for name, value in buffers.items():
         if not isinstance(value, Tensor) or (value.is_complex() and "betas" in form):
             got = "complex" if isinstance(value, Tensor) else described(value)
             raise ValueError(f"the {name} in {where} is {got}, which optimi cannot use")
     comp = entries.get("kahan_comp")
     compensation = {"kahan_comp": None if comp is None else comp.clone()}
     if "momentum" in form:
-        buffer = found["momentum_buffer"].clone() if found else None
+        buffer = buffers["momentum_buffer"].clone() if buffers else None
         return {} if buffer is None and comp is None else {"exp_avg": buffer, **compensation}
-    if missing := [name for name in _FORMS[form] if name not in found]:
+    if missing := [name for name in _FORMS[form] if name not in buffers]:
         raise ValueError(f"{where} has no {', '.join(missing)}, which optimi needs")
     factors = _factors([group[name] for name in _BETAS if name in group], step) if "eps" in form else {}
-    result = {name: value / factors[name] if name in factors else value.clone() for name, value in found.items()}
+    result = {name: value / factors[name] if name in factors else value.clone() for name, value in buffers.items()}
     if form == {"betas", "eps"} and "decouple_wd" not in group:
-        like = found["exp_avg"]
+        like = buffers["exp_avg"]
         result["eps_sq"] = torch.tensor(group["eps"] ** 2, dtype=like.dtype, device=like.device)
     return {**result, **compensation}
 
 
 def _number(value: Any, what: str, below: float = float("inf")) -> float:
-    """``value``, called ``what``, as a float that is at least 0 and less than ``below``."""
+    """Return ``value``, called ``what``, as a float that is at least 0 and less than ``below``."""
     number = as_number(value, what, finite=False)
     if not 0 <= number < below:
         raise ValueError(f"{what} must be a number in [0, {below}), got {number}")

@@ -1,12 +1,12 @@
-"""Reading a state dict: each value becomes a number, a tensor to copy, or an error; and whose values they are.
+"""Reading a state dict: each value becomes a number, a tensor to copy, or an error, and is matched with a parameter.
 
 The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
-parameters have names, ``param_names``. The *named* form has names in place of the integers. Both may hold ``aliases``
+parameters have names, ``param_names``. The *named* form has names instead of the integers. Both may hold ``aliases``
 (further name -> name), for tied parameters, and ``format_version``. A state dict of several optimizers has their names under
-``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Under other keys of ``state``
-lies foreign state: what hooks and wrappers keep there.
+``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Other keys
+of ``state`` hold foreign state, which hooks and wrappers put there.
 
-No memory is read before it is known to be there. Whatever a value raises becomes an :class:`Unloadable` that names it.
+No memory is read before a check that it exists. All errors that a value raises become an :class:`Unloadable` that names it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ FLOATING = {
 
 
 class Unloadable(ValueError):
-    """Names the part of a checkpoint that cannot be loaded, and says why."""
+    """The error that names the part of a checkpoint that cannot be loaded, and the reason."""
 
 
 @contextlib.contextmanager
 def naming(
     what: str, failed: str = "cannot be read", *, passing: tuple[type[Exception], ...] = (Unloadable,)
 ) -> Iterator[None]:
-    """Turn whatever a value of a checkpoint raises inside a ``with`` block into an :class:`Unloadable` about ``what``.
+    """Turn any error of a value of a checkpoint inside a ``with`` block into an :class:`Unloadable` about ``what``.
 
-    Errors of the types in ``passing`` are left as they are: they name what they are about.
+    Errors of the types in ``passing`` are raised unchanged: they already name their subject.
     """
     try:
         yield
@@ -55,8 +55,8 @@ def naming(
 
 
 def described(value: Any, depth: int = 2) -> str:
-    """``value`` as messages show it: itself where it is plain, else its type. The repr of a tensor would read its memory."""
-    with contextlib.suppress(Exception):  # too many digits, or a class of its own
+    """Return ``value`` as messages show it: its repr if plain, else its type. A tensor's repr would read its memory."""
+    with contextlib.suppress(Exception):  # too many digits, or a user's class
         if isinstance(value, tuple) and depth:
             return f"({', '.join(described(element, depth - 1) for element in value)})"
         if value is None or isinstance(value, (int, float, str, bytes)):
@@ -65,7 +65,7 @@ def described(value: Any, depth: int = 2) -> str:
 
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
-    """``value``, called ``what``, as a float; :class:`Unloadable` if it is no number, or must be ``finite`` and is not."""
+    """Return ``value``, called ``what``, as a float, or raise :class:`Unloadable`: it is none, or not ``finite``."""
     if type(value) is float and (math.isfinite(value) or not finite):
         return value
     is_simple = type(value) in TORCH_TYPES and value.dtype in (torch.float64, torch.float32)
@@ -76,7 +76,7 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
                 raise Unloadable(f"{what} is not a number")
             value = full_tensor(value).detach().item()
         is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
-        if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have one, and lose their imaginary part
+        if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have it, and lose their imaginary part
             raise Unloadable(f"{what} is not a number")
         try:
             number = float(value)
@@ -88,16 +88,16 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
 
 
 def is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
-    """Whether ``option`` of a saved group, called ``where``, is there and neither None nor 0."""
+    """Return True if a saved group, called ``where``, has ``option``, and it is neither None nor 0."""
     value = group.get(option)
     return value is not None and as_number(value, f"{option} of {where}") != 0
 
 
 def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING) -> Tensor:
-    """``value``, called ``what``, as a tensor of one of these dtypes that ``copy_`` can read.
+    """Return ``value``, called ``what``, as a tensor of one of these dtypes that ``copy_`` can read.
 
     The result shares memory with a DTensor or a tensor of torch's own classes; a tensor of any other class is copied.
-    What is something else, or torch cannot copy, is :class:`Unloadable`.
+    :class:`Unloadable` is raised if it is something else, or torch cannot copy it.
     """
     if not isinstance(value, Tensor):
         raise Unloadable(f"{what} is not a tensor")
@@ -106,12 +106,12 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
         check_memory(value, what)
         if value.dtype not in dtypes:
             raise Unloadable(f"{what} is {value.dtype}")
-        is_lazy = value.is_conj() or value.is_neg() or value._is_zerotensor()  # whose memory does not hold its numbers
+        is_lazy = value.is_conj() or value.is_neg() or value._is_zerotensor()  # its memory does not hold its numbers
         return value.detach() if (is_simple and not is_lazy) or is_sharded(value) else plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """:func:`as_tensor` of ``shape``: of ``dtype`` where that is of integers, else complex exactly if ``dtype`` is."""
+    """Return :func:`as_tensor`, checked: of ``shape``, of ``dtype`` if that is of integers, else complex as ``dtype`` is."""
     tensor = as_tensor(value, what, FLOATING if dtype in FLOATING else {dtype})
     if tuple(tensor.shape) != shape:
         raise Unloadable(f"{what} has shape {tuple(tensor.shape)} instead of {shape}")
@@ -142,22 +142,22 @@ _FOREIGN_OPTIONS = {
     *("caution", "corrected_weight_decay", "trust_clip", "always_adapt"),  # timm
     *("fixed_decay", "degenerated_to_sgd"),  # pytorch_optimizer
 }
-"""Options of newer versions of torch and of other packages, with which steps are others than here."""
+"""Options of newer versions of torch and of other packages that change steps, and that this package lacks."""
 
 
 def group_names(group: Mapping[str, Any]) -> list[str] | None:
-    """The parameter names of one group of a state dict of either form; None where it has none.
+    """Return the parameter names of one group of a state dict of either form; None if it has none.
 
-    In a named group the names are ``params``: torch.distributed.checkpoint sorts these and leaves ``param_names`` as it was.
+    In a named group the names are ``params``: torch.distributed.checkpoint sorts these but not ``param_names``.
     """
     params = list(group["params"])
     return params if all([isinstance(p, str) for p in params]) else group.get("param_names")
 
 
 def plain(value: Any, what: str) -> Any:
-    """A mapping or sequence, called ``what``, as a new dict or list; anything else as it is.
+    """Return a mapping or sequence, called ``what``, as a new dict or list; anything else unchanged.
 
-    The copy holds still: a mapping of a class of its own may give another answer each time it is asked.
+    The copy cannot change: a mapping of a user's class may return another value at each access.
     """
     if type(value) in (dict, list):
         return value.copy()
@@ -169,7 +169,7 @@ def plain(value: Any, what: str) -> Any:
 
 @naming("the state dict", passing=(ValueError, TypeError))
 def read(state_dict: Any) -> dict[str, Any]:
-    """``state_dict`` in new dicts and lists that share its values, after :func:`check`, as if of a single optimizer."""
+    """Return ``state_dict`` in new dicts and lists that share its values, after :func:`check`, as of a single optimizer."""
     result: dict[str, Any] = plain(state_dict, "the state dict")
     if isinstance(result, dict):
         result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
@@ -188,36 +188,35 @@ def read(state_dict: Any) -> dict[str, Any]:
 
 
 def foreign_options(groups: Iterable[Mapping[str, Any]], known: Collection[str] = ()) -> dict[str, Any]:
-    """The options of others that are switched on in ``groups``, with which steps are others than here, unless ``known``."""
-    found = {name: group[name] for group in groups for name in _FOREIGN_OPTIONS.difference(known) & group.keys()}
-    return {name: value for name, value in found.items() if (isinstance(value, Tensor) and value.numel() > 1) or value}
+    """Return the options of other packages that are on in ``groups`` and change steps, except for ``known`` ones."""
+    options = {name: group[name] for group in groups for name in _FOREIGN_OPTIONS.difference(known) & group.keys()}
+    return {name: value for name, value in options.items() if (isinstance(value, Tensor) and value.numel() > 1) or value}
 
 
 def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """What the ``state`` of a state dict holds under keys that no group lists: what hooks and wrappers keep there."""
+    """Return the entries in the ``state`` of a state dict under keys that no group lists: those of hooks and wrappers."""
     listed = {param for group in state_dict["param_groups"] for param in group["params"]}
     return {key: value for key, value in state_dict["state"].items() if key not in listed}
 
 
 def refuse_foreign(state_dict: Mapping[str, Any], form: str) -> None:
-    """Raise ``ValueError`` where there is :func:`foreign_state`, for which ``form`` has no place."""
+    """Raise ``ValueError`` if a state dict has :func:`foreign_state`, which ``form`` cannot hold."""
     if foreign := foreign_state(state_dict):
         key = described(min(foreign, key=str))
-        raise ValueError(f"the state holds {key}, which is no parameter's and has no place in {form}")
+        raise ValueError(f"the state holds {key}, which is no parameter's and has no counterpart in {form}")
 
 
 def with_foreign(states: dict[Any, Any], foreign: dict[Any, Any]) -> dict[Any, Any]:
-    """The ``states`` of parameters and ``foreign`` state in one dict; ``ValueError`` if both have a key."""
+    """Return the ``states`` of parameters and ``foreign`` state in one dict; ``ValueError`` if they share a key."""
     if taken := [key for key in foreign if key in states]:
         raise ValueError(f"the state holds {described(taken[0])}, which is no parameter's state but has the key of one")
     return states | foreign
 
 
 def check(state_dict: Any) -> None:
-    """Raise ``ValueError`` unless it is an indexed or named state dict of no later version, no parameter in two groups.
+    """Raise ``ValueError`` unless it is an indexed or named state dict of no later version, with no parameter in two groups.
 
-    A group may list a parameter twice, and two parameters may have one name: whether that can be loaded depends on the
-    optimizer.
+    A group may list a parameter twice, and two parameters may have one name; the optimizer decides if that can be loaded.
     """
     if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
         raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
@@ -255,7 +254,7 @@ def check(state_dict: Any) -> None:
 
 
 def refuse_repeated(values: Iterable[int | str], verb: str = "") -> None:
-    """Raise ``ValueError`` if one of ``values``, which are numbers or names of parameters, is there twice."""
+    """Raise ``ValueError`` if one of ``values``, which are numbers or names of parameters, is repeated."""
     for value, count in Counter(values).items():
         if count > 1:
             verb = verb or ("names" if isinstance(value, str) else "lists")
@@ -263,7 +262,7 @@ def refuse_repeated(values: Iterable[int | str], verb: str = "") -> None:
 
 
 def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The named form of ``state_dict``, which shares its tensors, without the prefixes of module wrappers, or an error."""
+    """Return the named form of ``state_dict`` without prefixes of module wrappers, with the same tensors, or raise."""
     check(state_dict)
     groups, aliases = state_dict["param_groups"], state_dict.get("aliases", {})
     if any(group_names(group) is None for group in groups):
@@ -288,23 +287,23 @@ def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass
 class ListedParam:
-    """One parameter as the groups of one side list it: at an index of a group, under a name and aliases."""
+    """One parameter in the groups of an optimizer or checkpoint: its group, index there, name and aliases."""
 
     name: str
     aliases: list[str]
     group: int
     index: int
-    key: Any  # what the group lists: the parameter itself, or a number or name of it in a checkpoint
+    key: Any  # the group's entry: the parameter itself, or its number or name in a checkpoint
 
 
 class SavedParam(NamedTuple):
-    """A parameter of a checkpoint, which one of the optimizer it is, and what a load changes in that one's state."""
+    """A parameter of a checkpoint, the optimizer's parameter, and the changes of its state in a load."""
 
-    own: ListedParam
+    current: ListedParam
     saved: ListedParam
-    entries: dict[str, Any]  # its state in the checkpoint, with what is implied; empty where it never had any
+    entries: dict[str, Any]  # its state in the checkpoint, with implied entries; empty if it had none
     new: dict[Any, Any]  # tensors that the optimizer's parameter lacks, and foreign entries
-    gone: list[Any]  # names of entries that go
+    removed: list[Any]  # names of entries that are removed
 
 
 def match(
@@ -313,40 +312,40 @@ def match(
     saved: Mapping[str, Any],
     known: Collection[str],
 ) -> tuple[list[SavedParam], list[str], list[str]]:
-    """The parameters that the optimizer and a checkpoint both have, the names that only one has, and only the other.
+    """Match parameters to saved ones. Return the pairs, the missing names and the unexpected names.
 
-    They are matched by name where both sides have names, equal ones by their order, else by position. ``aliases`` are the
-    optimizer's further names of tied parameters -> the name in the group; ``saved`` was read, and may leave out state that
-    a group's optimizer implies where there is other state; ``known`` are the names that an optimizer gives.
+    They are matched by name if both sides have names, equal ones by their order, else by position. ``aliases`` are the
+    optimizer's further names of tied parameters -> the name in the group; ``saved`` was read, and may lack state that a
+    group's optimizer implies for parameters with other state; ``known`` are the names of entries of optimizers.
 
     Raises:
         ValueError: only some of the checkpoint's groups have names; or without names the numbers of parameters differ; or
-            only the checkpoint has several parameters of one name, or one parameter in several places.
+            only the checkpoint has several parameters of one name, or lists one parameter several times.
     """
     saved_groups = saved["param_groups"]
-    ours, theirs = _listed(groups, aliases), _listed(saved_groups, saved.get("aliases", {}))
-    our_names = Counter([param.name for param in ours])
-    refuse_repeated([param.name for param in theirs if our_names[param.name] < 2], "names")
+    current, saved_params = _listed(groups, aliases), _listed(saved_groups, saved.get("aliases", {}))
+    current_names = Counter([param.name for param in current])
+    refuse_repeated([param.name for param in saved_params if current_names[param.name] < 2], "names")
     have_names = {group_names(group) is not None for group in saved_groups if group["params"]}
     if have_names == {False} or not all(["param_names" in group for group in groups]):
         _check_sizes(groups, saved_groups)
-        found = dict(enumerate(theirs))
+        matches = dict(enumerate(saved_params))
     elif False in have_names:
         raise ValueError("the checkpoint has names for the parameters of some groups only")
     else:
-        _check_repeats(ours, saved_groups)
-        found = _match_names(ours, theirs)
-    matched = []
-    for i in sorted(found):
-        state = saved["state"].get(found[i].key, {})
+        _check_repeats(current, saved_groups)
+        matches = _match_names(current, saved_params)
+    pairs = []
+    for i in sorted(matches):
+        state = saved["state"].get(matches[i].key, {})
         # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
         blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
-        implied = groups[ours[i].group].kind._implied_state
+        implied = groups[current[i].group].kind._implied_state
         entries = {**implied, **{k: v for k, v in state.items() if k not in blank or k not in known}}
-        matched.append(SavedParam(ours[i], found[i], entries if state.keys() - blank else {}, {}, []))
-    keys = {param.saved.key for param in matched}
-    missing = [own.name for i, own in enumerate(ours) if i not in found]
-    return matched, missing, [other.name for other in theirs if other.key not in keys]
+        pairs.append(SavedParam(current[i], matches[i], entries if state.keys() - blank else {}, {}, []))
+    keys = {param.saved.key for param in pairs}
+    missing = [param.name for i, param in enumerate(current) if i not in matches]
+    return pairs, missing, [param.name for param in saved_params if param.key not in keys]
 
 
 def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> list[ListedParam]:
@@ -367,32 +366,32 @@ def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> 
 
 
 def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` unless both sides have equally many groups, equally long and with repeats in equal places."""
+    """Raise ``ValueError`` unless both sides have equally many groups, equally long and with repeats at equal indices."""
     if len(groups) != len(saved_groups):
         raise ValueError(
             "loaded state dict has a different number of parameter groups "
             f"({len(saved_groups)} instead of {len(groups)}), and without names on both sides only positions can match"
         )
-    for i, (ours, theirs) in enumerate(zip([g["params"] for g in groups], [g["params"] for g in saved_groups], strict=True)):
-        if len(ours) != len(theirs):
+    for i, (here, saved) in enumerate(zip([g["params"] for g in groups], [g["params"] for g in saved_groups], strict=True)):
+        if len(here) != len(saved):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
-                f"param_groups[{i}] has {len(theirs)} parameters instead of {len(ours)}"
+                f"param_groups[{i}] has {len(saved)} parameters instead of {len(here)}"
             )
-        if (repeats := _firsts(ours)) != _firsts(theirs):
-            refuse_repeated(theirs[j] for j in dict.fromkeys(repeats))
+        if (repeats := _firsts(here)) != _firsts(saved):
+            refuse_repeated(saved[j] for j in dict.fromkeys(repeats))
             raise ValueError(f"param_groups[{i}] has a parameter twice where the checkpoint has two parameters")
 
 
 def _firsts(params: Sequence[Any]) -> list[int]:
-    """For each of ``params`` its first index among them."""
+    """Return for each of ``params`` its first index among them."""
     first: dict[Any, int] = {}
     return [first.setdefault(param, index) for index, param in enumerate(params)]
 
 
-def _check_repeats(ours: Sequence[ListedParam], saved_groups: Sequence[Mapping[str, Any]]) -> None:
-    """Raise ``ValueError`` where the checkpoint has one parameter for several of ``ours``, by their names."""
-    owners = {name: param.name for param in ours for name in (param.name, *param.aliases)}
+def _check_repeats(current: Sequence[ListedParam], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+    """Raise ``ValueError`` if the checkpoint has one parameter for several of ``current``, by their names."""
+    owners = {name: param.name for param in current for name in (param.name, *param.aliases)}
     for group in saved_groups:
         names = group_names(group) or []
         if names == group["params"]:
@@ -401,34 +400,34 @@ def _check_repeats(ours: Sequence[ListedParam], saved_groups: Sequence[Mapping[s
         refuse_repeated([param for param, _ in known])
 
 
-def _match_names(ours: list[ListedParam], theirs: list[ListedParam]) -> dict[int, ListedParam]:
-    """The one of ``theirs`` that has the name of one of ``ours``, by the index of that. Equal names are numbered first.
+def _match_names(current: list[ListedParam], saved: list[ListedParam]) -> dict[int, ListedParam]:
+    """Return the parameters of ``saved`` by the indices of those of ``current`` with their names. Equal ones get numbers.
 
-    A name as it is comes before a name without the prefixes of module wrappers, and a parameter's name before its aliases.
+    Exact names are tried before names without the prefixes of module wrappers, and a parameter's name before its aliases.
     """
-    for side in (ours, theirs):
+    for side in (current, saved):
         for param, name in zip(side, numbered([param.name for param in side]), strict=True):
             param.name = name
-    found: dict[int, ListedParam] = {}
-    left = set(range(len(theirs)))
+    matches: dict[int, ListedParam] = {}
+    left = set(range(len(saved)))
     spellings: tuple[Callable[[str], str], ...] = (str, canonical_name)
     for spelling, with_aliases in itertools.product(spellings, (False, True)):
         if not left:
             break
-        by_name = _by_name(theirs, spelling, with_aliases=with_aliases)
-        for name, i in _by_name(ours, spelling, with_aliases=with_aliases).items():
-            if i not in found and (j := by_name.get(name)) in left:
+        by_name = _by_name(saved, spelling, with_aliases=with_aliases)
+        for name, i in _by_name(current, spelling, with_aliases=with_aliases).items():
+            if i not in matches and (j := by_name.get(name)) in left:
                 left.remove(j)
-                found[i] = theirs[j]
-    return found
+                matches[i] = saved[j]
+    return matches
 
 
 def _by_name(params: Sequence[ListedParam], spelling: Callable[[str], str], *, with_aliases: bool) -> dict[str, int]:
-    """The indices of ``params`` by the ``spelling`` of their names. A spelling that several of them share is left out."""
-    found: dict[str, int] = {}
+    """Return the indices of ``params`` by the ``spelling`` of their names, without spellings that several of them share."""
+    indices: dict[str, int] = {}
     shared: set[str] = set()
     for index, param in enumerate(params):
         for name in (param.name, *param.aliases) if with_aliases else (param.name,):
-            if found.setdefault(short := spelling(name), index) != index:
+            if indices.setdefault(short := spelling(name), index) != index:
                 shared.add(short)
-    return {name: index for name, index in found.items() if name not in shared}
+    return {name: index for name, index in indices.items() if name not in shared}

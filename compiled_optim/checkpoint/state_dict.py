@@ -1,9 +1,9 @@
-"""Saving and loading state dicts, whose state belongs to names.
+"""Saving and loading state dicts, with state by parameter name.
 
 A state dict has torch.optim's layout: ``state`` by parameter index, ``param_groups`` with Python numbers and, where the
-parameters have names, ``param_names``. Loading reads it, matches parameters by name whatever their order and grouping, and
-checks everything that could make writing fail. Only then does it write, into the live tensors, so that whatever holds one of
-them keeps working. What hooks and wrappers keep in an optimizer's state is foreign to it, and loaded as torch.optim does.
+parameters have names, ``param_names``. Loading reads it, matches parameters by name in any order and grouping, and checks
+everything that could make writing fail. Only then does it write, into the live tensors, so that references to them keep
+working. Entries of hooks and wrappers in an optimizer's state are called foreign, and are loaded as torch.optim does.
 """
 
 from __future__ import annotations
@@ -66,13 +66,13 @@ from compiled_optim.state import (
 )
 
 Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
-"""Tensors, each with what is copied into it; a number fills it."""
+"""Tensors, each with the tensor that is copied into it, or the number that fills it."""
 
 Values: TypeAlias = dict[str, float | Tensor]
-"""Entries of a parameter's state by name: numbers of scalars, and of buffers that are filled, and tensors."""
+"""Entries of a parameter's state by name: tensors, and numbers for scalars and for buffers that are filled."""
 
 _BY_LR = "decouple_lr"
-_CODED = code_name(""), scale_name("")  # how the names of codes and their scales end
+_CODED = code_name(""), scale_name("")  # the suffixes of the names of codes and of their scales
 
 
 class LoadReport(NamedTuple):
@@ -94,9 +94,9 @@ class LoadReport(NamedTuple):
 
 @dataclass
 class PreparedLoad:
-    """A load. Everything is checked and made, so that writing cannot fail; nothing is written yet."""
+    """A load. Everything is checked and allocated, so that writing cannot fail; nothing is written yet."""
 
-    report: LoadReport  # what it leaves out
+    report: LoadReport  # the names that it leaves out
     groups: Sequence[ParamGroup]
     state: OptimizerState
     params: list[SavedParam]
@@ -106,22 +106,22 @@ class PreparedLoad:
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
-def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool, is_own: bool) -> list[str]:
-    """Let each group take its values from the saved groups that its parameters were in; where these do not fit it.
+def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool, native: bool) -> list[str]:
+    """Take each group's values from the saved groups that its parameters were in. Return the conflicts.
 
-    With ``keep``, only modes are taken, and nothing else is looked at. ``is_own`` says that this package saved the groups,
-    which leave out options at their defaults.
+    With ``keep``, only modes are taken, and nothing else is checked. ``native`` says that this package saved
+    the groups, which then lack options at their defaults.
 
     Raises:
-        ValueError, TypeError: a value cannot be read, or a hyperparameter is none.
+        ValueError, TypeError: a value cannot be read, or is no hyperparameter.
     """
     sources: dict[int, dict[int, Mapping[str, Any]]] = {}
     for each in load.params:
-        sources.setdefault(each.own.group, {})[each.saved.group] = saved_groups[each.saved.group]
+        sources.setdefault(each.current.group, {})[each.saved.group] = saved_groups[each.saved.group]
     conflicts: list[str] = []
-    for index, found in sources.items():
-        group, saved = load.groups[index], list(found.values())
-        values, problems = ({}, []) if keep else _group_values(load, index, saved, is_own=is_own)
+    for index, by_index in sources.items():
+        group, saved = load.groups[index], list(by_index.values())
+        values, problems = ({}, []) if keep else _group_values(load, index, saved, native=native)
         for name in group.kind._modes:
             modes = [g.get(name, True) for g in saved]
             if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
@@ -135,12 +135,12 @@ def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], 
 
 
 def _group_values(
-    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], *, is_own: bool
+    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], *, native: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """The entries that a group takes from ``saved`` groups, hyperparameters as Python numbers, and what does not fit.
+    """Return the entries that a group takes from ``saved`` groups, hyperparameters as Python numbers, and the problems.
 
-    Run-time flags and what only the constructor decides stay as they are. So does ``weight_decay`` where it would mean
-    something else.
+    Run-time flags and choices that only the constructor makes are not taken. Nor is ``weight_decay`` if it would have
+    another meaning.
     """
     group = load.groups[index]
     kind, declaration = group.kind, group.kind._declaration
@@ -152,17 +152,17 @@ def _group_values(
     if others := [g[RULE] for g in saved if g.get(RULE, kind.__name__) != kind.__name__]:
         problems.append(f"{RULE} is {described(others[0])} in the checkpoint, and {kind.__name__} here")
     for key in [s.name for s in declaration.statics if not s.init and s.name not in DECOUPLED]:
-        kept = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
-        if (other := next((value for value in kept if not _equal(value, group[key])), None)) is not None:
+        copies = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
+        if (other := next((value for value in copies if not _equal(value, group[key])), None)) is not None:
             problems.append(f"{key} is {described(other)} in the checkpoint")
-    options = _options(load, index, saved, problems, is_own=is_own)
+    options = _options(load, index, saved, problems, native=native)
     after = ChainMap(options, group)
     for option in declaration.options:
         if option.name in shared and option.name not in declaration.loaded_options:
-            theirs, mine = built_in(saved[0][option.name]), group.get(option.name, option.default)
-            if not _equal(theirs, mine):
-                said = f"{option.name} is {described(theirs)} in the checkpoint, stays {described(mine)}"
-                load.report.changed.append(f"{group.label}: {said}")
+            loaded, current = built_in(saved[0][option.name]), group.get(option.name, option.default)
+            if not _equal(loaded, current):
+                change = f"{option.name} is {described(loaded)} in the checkpoint, stays {described(current)}"
+                load.report.changed.append(f"{group.label}: {change}")
     foreign = foreign_options(saved, kind._all_fields)
     for name, value in foreign.items():
         problems.append(f"the checkpoint's {name}={described(value)} has no counterpart")
@@ -171,77 +171,77 @@ def _group_values(
     for h in declaration.hypers:
         if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)]):
             skipped.add(h.name)
-    found: dict[str, list[Any]] = {}
+    taken: dict[str, list[Any]] = {}
     for g in saved:
         for key in g:
             if key not in skipped:
-                found.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key], after))
-    differing = [key for key, values in found.items() if len(values) > 1 and not all([_equal(v, values[0]) for v in values])]
+                taken.setdefault(key, []).append(_value(group, key, hypers.get(key), g[key], after))
+    differing = [key for key, values in taken.items() if len(values) > 1 and not all([_equal(v, values[0]) for v in values])]
     for key in differing:
-        problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, found[key]))}]")
+        problems.append(f"its parameters were in groups with different {key}: [{', '.join(map(described, taken[key]))}]")
     if decays := dict.fromkeys([problem for g in saved for problem in _decay_conflicts(declaration, group, after, g)]):
         problems += decays
         differing += ["weight_decay", "max_lr"]
-    return options | {key: values[0] for key, values in found.items() if key not in differing}, problems
+    return options | {key: values[0] for key, values in taken.items() if key not in differing}, problems
 
 
 def _options(
-    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str], *, is_own: bool
+    load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str], *, native: bool
 ) -> dict[str, Any]:
-    """The options of a group that are others in ``saved`` groups; what it cannot take is added to ``problems``.
+    """Return the options of a group that differ in ``saved`` groups; add those that it cannot take to ``problems``.
 
     An option that decides which buffers exist must be the same.
     """
-    group, found = load.groups[index], dict[str, Any]()
+    group, taken = load.groups[index], dict[str, Any]()
     declaration = group.kind._declaration
     defaults = declaration.loaded_options
     others = {
         name: default
         for name, default in defaults.items()
         for g in saved
-        if (is_own or name in g)
+        if (native or name in g)
         and (type(value := g.get(name, default)) not in BUILT_IN or value != dict.get(group, name, default))
     }
     fixed = {h.name: h for h in declaration.hypers if h.fixed} if others else {}
     for name, default in others.items():
-        told, mine = [{name: default, **g} for g in saved if is_own or name in g], group.get(name, default)
+        explicit, current = [{name: default, **g} for g in saved if native or name in g], group.get(name, default)
         if isinstance(default, bool):
-            values: list[Any] = [is_set(g, name, group.label) for g in told]
+            values: list[Any] = [is_set(g, name, group.label) for g in explicit]
         else:
-            values = [built_in(copied(g[name], f"{name} of {group.label}")) for g in told]
-        if name in fixed and len({fixed[name].choice(value) for value in (mine, *values)}) == 1:
-            continue  # the same, or numbers, which are no option
+            values = [built_in(copied(g[name], f"{name} of {group.label}")) for g in explicit]
+        if name in fixed and len({fixed[name].choice(value) for value in (current, *values)}) == 1:
+            continue  # equal, or numbers, which are no option
         if not all([_equal(value, values[0]) for value in values]):
             problems.append(f"its parameters were in groups with different {name}: [{', '.join(map(described, values))}]")
-        elif not _equal(values[0], mine):
-            found[name] = values[0]
-    if not found:
-        return found
+        elif not _equal(values[0], current):
+            taken[name] = values[0]
+    if not taken:
+        return taken
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the constructor gave the advice
-            group.check({**{h.name: saved[0][h.name] for h in declaration.hypers if h.name in saved[0]}, **found})
+            warnings.simplefilter("ignore")  # the constructor has given the advice
+            group.check({**{h.name: saved[0][h.name] for h in declaration.hypers if h.name in saved[0]}, **taken})
     except (TypeError, ValueError) as error:
-        problems.append(f"the checkpoint's {', '.join(found)} cannot be taken: {error}")
+        problems.append(f"the checkpoint's {', '.join(taken)} cannot be taken: {error}")
         return {}
-    ours = StateForm.of_group(declaration, load.groups, index)
-    for name, value in [*found.items()]:
-        theirs = StateForm.of_group(declaration, load.groups, index, {name: value})
-        if any([ours(j).buffers != theirs(j).buffers for j in range(len(group["params"]))]):
-            problems.append(f"{name}, which decides which state there is, is {described(found.pop(name))} in the checkpoint")
-    for name, value in found.items():
-        mine = group.get(name, defaults[name])
-        said = f"{name} is {described(value)} as in the checkpoint, was {described(mine)}"
-        load.report.changed.append(f"{group.label}: {said}")
-    return found
+    form_of = StateForm.of_group(declaration, load.groups, index)
+    for name, value in [*taken.items()]:
+        new_form_of = StateForm.of_group(declaration, load.groups, index, {name: value})
+        if any([form_of(j).buffers != new_form_of(j).buffers for j in range(len(group["params"]))]):
+            problems.append(f"{name}, which decides which buffers exist, is {described(taken.pop(name))} in the checkpoint")
+    for name, value in taken.items():
+        current = group.get(name, defaults[name])
+        change = f"{name} is {described(value)} as in the checkpoint, was {described(current)}"
+        load.report.changed.append(f"{group.label}: {change}")
+    return taken
 
 
 def _decay_conflicts(
     declaration: Declaration, group: ParamGroup, after: Mapping[str, Any], saved: Mapping[str, Any]
 ) -> Iterator[str]:
-    """Where ``saved`` decayed weights in another way than ``group`` with the options ``after`` the load.
+    """Yield why ``weight_decay`` of ``saved`` has another meaning in ``group`` with its entries ``after`` the load.
 
-    Its ``weight_decay`` would mean something else. Without any decay on both sides nothing differs.
+    If neither side decays weights, yield nothing.
     """
     defaults = {s.name: s.default for s in declaration.statics}
     decay = as_number(saved.get("weight_decay", 0.0), f"weight_decay of {group.label}", finite=False)
@@ -251,36 +251,36 @@ def _decay_conflicts(
     choices = {**defaults, _BY_LR: False, **noted}
     torchs_name, name = DECOUPLED
     name = name if name in defaults else torchs_name
-    is_known = torchs_name not in defaults or saved.keys() & {*DECOUPLED}  # torch.optim did not always note it
+    is_known = torchs_name not in defaults or saved.keys() & {*DECOUPLED}  # torch.optim did not always save it
     meanings = [(_BY_LR, choices[_BY_LR], bool(after.get(_BY_LR)))]
     meanings += [(name, is_decoupled(choices), is_decoupled(after))] if name in defaults and is_known else []
-    for choice, theirs, ours in meanings:
-        if theirs != ours:
+    for choice, loaded, current in meanings:
+        if loaded != current:
             meaning = 'whose weight_decay has another meaning; hyperparameters="keep" keeps the optimizer\'s'
-            yield f"{choice} is {theirs} in the checkpoint, {meaning}"
+            yield f"{choice} is {loaded} in the checkpoint, {meaning}"
 
 
 def _value(group: ParamGroup, key: str, hyper: Hyper | None, value: Any, after: Mapping[str, Any]) -> Any:
-    """What ``group`` takes of ``value`` for ``key``: a copy, or Python numbers for a ``hyper``.
+    """Return the value that ``group`` takes for ``key``: a copy of ``value``, or Python numbers for a ``hyper``.
 
-    ``after`` are its entries with the options that it takes. The numbers may be out of range, as a scheduler may have
-    written the last ones.
+    ``after`` are its entries with the options that it takes. The numbers may be out of range, since a scheduler may have
+    written them.
     """
     what = f"{key} of {group.label}"
     if hyper is None or is_stored_as_is(hyper, value, after):
         return copied(value, what)
-    given = value if type(value) is float else plain(value, what)
-    given = plain(built_in(given), what) if hyper.is_tuple and type(given) is not list else given
-    elements = given if isinstance(given, list) else [given]
+    parsed = value if type(value) is float else plain(value, what)
+    parsed = plain(built_in(parsed), what) if hyper.is_tuple and type(parsed) is not list else parsed
+    elements = parsed if isinstance(parsed, list) else [parsed]
     numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
-    found = numbers if isinstance(given, list) else numbers[0]
-    for tensor, number in zip(group.read_only(key), hyper.elements(found, group.label), strict=True):
+    result = numbers if isinstance(parsed, list) else numbers[0]
+    for tensor, number in zip(group.read_only(key), hyper.elements(result, group.label), strict=True):
         check_writable(tensor, what, (), number)
-    return found
+    return result
 
 
 def copied(value: Any, what: str) -> Any:
-    """A deep copy of ``value``, called ``what``; :class:`Unloadable` if there is none."""
+    """Return a deep copy of ``value``, called ``what``; raise :class:`Unloadable` if it cannot be copied."""
     with naming(what, "cannot be copied"):
         if isinstance(value, Tensor):
             check_memory(value, what)
@@ -290,18 +290,18 @@ def copied(value: Any, what: str) -> Any:
 def _equal(a: Any, b: Any) -> bool:
     try:
         return torch.equal(a, b.to(a.device)) if isinstance(a, Tensor) and isinstance(b, Tensor) else bool(a == b)
-    except Exception:  # what cannot be compared: tensors without data, arrays of many, whatever an object raises
+    except Exception:  # not comparable: tensors without data, arrays of many elements, or objects that raise
         return False
 
 
 def check_state(
     load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], saved_by: Any, every: Collection[str]
 ) -> None:
-    """Find what to copy into the parameters' state for the groups' new values; report what does not fit, by parameter name.
+    """Prepare the copies into the parameters' state for the groups' new values; report misfits by parameter name.
 
-    A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has does not fit;
-    what fits is taken. ``every`` has the names that an optimizer gives; of a group that was ``saved_by`` a class of the same
-    name, that class's alone count, and others are a user's.
+    A parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has is reported,
+    and the others are taken. ``every`` has the names of all optimizers' entries. In a group that was ``saved_by`` a class of
+    the same name, only that class's names count, and other entries are a user's.
     """
 
     @functools.cache
@@ -316,45 +316,45 @@ def check_state(
 
     problems = load.report.mismatched
     for each in load.params:
-        param, live = each.own.key, load.state.get(each.own.key, {})
+        param, live = each.current.key, load.state.get(each.current.key, {})
         if param.is_meta and not any(isinstance(v, Tensor) and v.dim() and not v.is_meta for v in each.entries.values()):
-            continue  # there is nothing to copy, and nowhere to put it
-        initial, forms, known, has_options = of_group(each.own.group, each.saved.group)
-        own = {key: value for key, value in each.entries.items() if key in known}
+            continue  # nothing to copy, and no memory to copy it to
+        initial, forms, known, has_options = of_group(each.current.group, each.saved.group)
+        entries = {key: value for key, value in each.entries.items() if key in known}
         foreign = {key: value for key, value in each.entries.items() if key not in known}
         values: Values = {}
         try:
             if not (reason := obstacle(param)):
-                form = forms(each.own.index)
-                old = _reshaped(form, live) if has_options else []
-                live = {key: value for key, value in live.items() if key not in old} if old else live
-                own = _as_chosen(form, own)
-                if own or (foreign and param.requires_grad):
-                    values = _values(form, own, saved_groups[each.saved.group])
+                form = forms(each.current.index)
+                reshaped = _reshaped(form, live) if has_options else []
+                live = {key: value for key, value in live.items() if key not in reshaped} if reshaped else live
+                entries = _as_chosen(form, entries)
+                if entries or (foreign and param.requires_grad):
+                    values = _values(form, entries, saved_groups[each.saved.group])
                 if values or (live and param.requires_grad):
                     load.copies += _copies(form, live, each.new, values, initial)
-            elif own:
+            elif entries:
                 raise Unloadable(reason)
         except Unloadable as problem:
             each.new.clear()
-            problems.append(f"{each.own.name}: {problem}")
+            problems.append(f"{each.current.name}: {problem}")
             continue
-        if absent := [key for key in own if key not in values]:
-            problems.append(f"{each.own.name}: the optimizer has no {', '.join(absent)} for it")
+        if absent := [key for key in entries if key not in values]:
+            problems.append(f"{each.current.name}: the optimizer has no {', '.join(absent)} for it")
         for key, value in foreign.items():
             what = key if isinstance(key, str) else described(key)
             try:
                 with naming(what, "cannot be copied"), outside_inference_mode():
                     each.new[key] = _on(param, value, what)
             except Unloadable as problem:
-                problems.append(f"{each.own.name}: {problem}")
+                problems.append(f"{each.current.name}: {problem}")
         if each.entries or param.requires_grad:
-            each.gone.extend([key for key in live if key not in known and key not in foreign])
+            each.removed.extend([key for key in live if key not in known and key not in foreign])
 
 
 def drop_reshaped(load: PreparedLoad) -> None:
-    """Let parameters begin anew whose state has another shape under the options that their group takes."""
-    renewed = {each.own.key: each.new for each in load.params}
+    """Reset parameters whose state has another shape under the options that their group takes."""
+    new_entries = {each.current.key: each.new for each in load.params}
     for index, values in load.group_values.items():
         group = load.groups[index]
         if not values.keys() & group.kind._declaration.loaded_options.keys():
@@ -362,19 +362,19 @@ def drop_reshaped(load: PreparedLoad) -> None:
         forms = StateForm.of_group(group.kind._declaration, load.groups, index, values)
         for j, param in enumerate(group["params"]):
             live = load.state.get(param, {})
-            if any([name not in renewed.get(param, {}) for name in _reshaped(forms(j), live)]):
-                own = [name for name in group.kind._state_names() if name in live]
-                load.afterwards += [partial(live.pop, name) for name in own]
+            if any([name not in new_entries.get(param, {}) for name in _reshaped(forms(j), live)]):
+                names = [name for name in group.kind._state_names() if name in live]
+                load.afterwards += [partial(live.pop, name) for name in names]
 
 
 def _reshaped(form: StateForm, live: Mapping[str, Any]) -> list[str]:
-    """The buffers in ``live`` that have another shape in this ``form``."""
+    """Return the names of buffers in ``live`` that have another shape in this ``form``."""
     buffers = [buffer for buffer in form.declaration.buffers if buffer.name in live]
     return [b.name for b in buffers if tuple(live[b.name].shape) != form.shape_of(b)]
 
 
 def _on(param: Tensor, value: Any, what: str) -> Any:
-    """A copy of ``value`` with its tensors on the device of ``param``, and in its dtype if both are floating point."""
+    """Return a copy of ``value`` with tensors on the device of ``param``, in its dtype if both are floating point."""
     if isinstance(value, Tensor):
         check_memory(value, what)
         cast = value.is_floating_point() and param.is_floating_point()
@@ -387,10 +387,10 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
 
 
 def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> Values:
-    """What of ``saved`` to copy into the state of a parameter: everything that it needs.
+    """Return the values of ``saved`` to copy into the state of a parameter: all that it needs.
 
-    A buffer may be there without need, left by a hyperparameter that was not 0 or an option that is off in ``saved_group``.
-    The part of a weight may be absent. Another entry that is absent, or not what it must be, is :class:`Unloadable`.
+    Unneeded buffers are accepted if a hyperparameter that was not 0, or an option that is off in ``saved_group``, left them.
+    The extra bits of a weight may be absent. Any other absent or invalid entry is :class:`Unloadable`.
     """
     declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
@@ -406,12 +406,12 @@ def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str,
 
 
 def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: Values, initial: Values) -> Copies:
-    """What to copy of ``values`` into ``live``, the state of a parameter, and into ``new``, which gets what that lacks.
+    """Return the copies of ``values`` into ``live``, the state of a parameter, and ``new``, which gets the tensors it lacks.
 
     Without ``values``, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the
     state dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable
-    step is replaced. Extra bits of a weight (:data:`PARTS`) stay if ``values`` have none: a step checks whether they fit the
-    parameter.
+    step is replaced. Extra bits of a weight (:data:`PARTS`) are kept if ``values`` have none: a step checks that they fit
+    the parameter.
     """
     fields = {b.name: b for b in form.declaration.buffers}
     if values:
@@ -420,12 +420,12 @@ def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], value
             new |= form.missing({*form.buffers, *values}, live, initial)
     copies: Copies = []
     was_stepped = values.get("step") == 0 and "step" in live and live["step"].item() != 0
-    for name, begun in initial.items():
+    for name, start in initial.items():
         target, source = new.get(name, live.get(name)), values.get(name)
         if target is None or (name in PARTS and name not in values):
             continue
         if source is None or (was_stepped and is_same(target, source)):
-            source = float(begun)
+            source = float(start)
         shape = form.shape_of(fields[name]) if name in fields else None
         check_writable(target, f"the optimizer's own {name}", shape, source)
         if target.requires_grad:
@@ -436,13 +436,13 @@ def _copies(form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], value
 
 
 def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
-    """``saved``, a parameter's entries in a checkpoint, stored in this form; the same tensors where they are.
+    """Return ``saved``, a parameter's entries in a checkpoint, converted to this form; unchanged tensors are shared.
 
-    If this form stores no extra bits of a weight, saved ones stay, so that the load reports them; they are dropped if the
-    parameter's dtype holds them. Converted tensors are in memory until the load is written.
+    If this form stores no extra bits of a weight, saved ones are kept, so that the load reports them; they are dropped if
+    the parameter's dtype holds them. Converted tensors are in memory until the load is written.
 
     Raises:
-        ValueError: an entry that must be converted is not what it must be, such as a negative scale.
+        ValueError: an entry that must be converted is invalid, such as a negative scale.
     """
     is_plain = not any([n in PARTS or n.endswith(_CODED) or getattr(v, "dtype", None) in CODES for n, v in saved.items()])
     if is_plain and not (form.choices.get("weights") or form.choices.get("state_dtype")):
@@ -454,8 +454,8 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
         is_split = name == "remainder" and dtype in SPLITS
         stored[name] = as_buffer(saved[name], name, tuple(param.shape), dtype if is_split else param.dtype)
     for buffer in form.declaration.buffers:
-        if buffer.int8 and (held := held_name(buffer, saved)):
-            stored |= _coded(form, buffer, held, saved)
+        if buffer.int8 and (stored_name := held_name(buffer, saved)):
+            stored |= _coded(form, buffer, stored_name, saved)
     new = form.converted(stored)
     if name is not None and form.split is None and not adds_nothing(param, name, stored[name]):
         new[name] = saved[name]
@@ -463,9 +463,9 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
 
 
 def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) -> dict[str, Tensor]:
-    """The entries of ``saved`` that store the buffer ``field`` under ``name``, if they are codes or must become codes.
+    """Return the entries of ``saved`` that store the buffer ``field`` as ``name``, if they are codes or must become codes.
 
-    Codes and scales that no step makes are :class:`Unloadable`; an overflow makes infinite scales.
+    Codes and scales that no step writes are :class:`Unloadable`. Infinite scales are valid: an overflow writes them.
     """
     coded, scale, shape = code_name(field.name), scale_name(field.name), tuple(form.param.shape)
     if name != coded and coded in saved:
@@ -481,8 +481,8 @@ def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) 
     kind = dtype if dtype in CODES else CODE_DTYPES[field.int8 or ""]
     codes, scales = as_buffer(saved[name], name, shape, kind), as_tensor(saved[scale], scale)
     check_codes(field, codes, scales)
-    given = local(scales).double()
-    if not bool(((given.float() >= 0) & (given.float().isinf() == given.isinf())).all()):
+    wide = local(scales).double()
+    if not bool(((wide.float() >= 0) & (wide.float().isinf() == wide.isinf())).all()):
         raise Unloadable(f"{scale} has numbers that are no scales: negative, NaN, or beyond float32's range")
     if codes.dtype == torch.int8 and bool((local(codes) == -128).any()):
         raise Unloadable(f"{name} has -128, which is no code")
@@ -492,7 +492,7 @@ def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) 
 def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
     """Raise :class:`Unloadable` if writing ``source`` into ``target``, called ``what``, would fail.
 
-    Without a ``shape`` the target may have any.
+    Without a ``shape`` any is accepted.
     """
     is_simple = type(target) in TORCH_TYPES and (isinstance(source, Tensor) or target.dtype == torch.float64)
     with contextlib.nullcontext() if is_simple else naming(what, "cannot be written"):
@@ -512,11 +512,11 @@ def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, sou
 
 
 def is_same(a: Tensor, b: float | Tensor) -> bool:
-    """Whether two tensors of one shape are the same numbers in the same memory, on every process that holds a shard."""
+    """Return True if two tensors of one shape have the same address, strides, dtype and placements of shards."""
     if not isinstance(b, Tensor):
         return False
-    here, there = local(a), local(b)
-    in_place = (here.data_ptr(), here.stride(), a.dtype) == (there.data_ptr(), there.stride(), b.dtype)
+    local_a, local_b = local(a), local(b)
+    in_place = (local_a.data_ptr(), local_a.stride(), a.dtype) == (local_b.data_ptr(), local_b.stride(), b.dtype)
     return in_place and placement(a) == placement(b)
 
 
@@ -527,16 +527,16 @@ func_evals grad_avg kahan_comp la_param master_param max_exp_avg_sq max_exp_avg_
 momentum_buffer_int8 momentum_buffer_scale mu mu_product n_iter old_dirs old_stps p0 pairs prev prev_flat_grad prev_grad
 prev_grad_int8 prev_grad_scale prev_loss products remainder ro row_var s square_avg square_avg_int8 square_avg_scale step
 step_size sum t variance weight_sum z
-"""  # that this package's, torch.optim's and optimi's optimizers make in a parameter's state
+"""  # of this package's, torch.optim's and optimi's optimizers in a parameter's state
 
 
 def known_names(*kinds: type[Declared]) -> frozenset[str]:
-    """The entries of a parameter's state that are an optimizer's: of this package, torch.optim, optimi, or of ``kinds``."""
+    """Return the names of optimizers' entries of a parameter: of this package, torch.optim, optimi, and ``kinds``."""
     return frozenset(_ENTRIES.split()).union(*(kind._state_names() for kind in kinds))
 
 
 def is_orphan(key: Any, value: Any, known: frozenset[str]) -> bool:
-    """Whether what a checkpoint holds under the key of no parameter looks as if it were the state of one."""
+    """Return True if ``value``, saved under the ``key`` of no parameter, looks like the state of one."""
     return isinstance(key, Tensor) or (isinstance(value, Mapping) and {*value} <= known and len(value) > 0)
 
 
@@ -544,25 +544,25 @@ STRICTLY = "the checkpoint does not match the optimizer, as strict=True demands 
 
 
 def refuse_mismatches(report: LoadReport, demand: str) -> None:
-    """Raise ``ValueError``, which begins with the ``demand``, where ``report`` is not empty."""
-    left_out = zip(report._fields, report[:3], strict=False)  # what changed is no mismatch
+    """Raise ``ValueError``, which begins with the ``demand``, if ``report`` lists mismatches."""
+    left_out = zip(report._fields, report[:3], strict=False)  # `changed` lists no mismatches
     if parts := [f"{kind}: {', '.join(names)}" for kind, names in left_out if names]:
         raise ValueError("; ".join([demand, *parts]))
 
 
 def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[str, str]) -> dict[str, Any]:
-    """The state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers as they are.
+    """Return the state dict: hyperparameters as floats, step counts and scalars as copies on the CPU, buffers themselves.
 
-    ``"optimizer"`` is the class's name. A group lacks an option that has its default and torch.optim does not know.
+    ``"optimizer"`` is the class's name. A group lacks options at their defaults that torch.optim does not have.
 
-    Run-time flags have their defaults in it, whatever the optimizer's own are.
+    Run-time flags have their defaults in it, not the optimizer's values.
     """
     packed_groups, packed_state = [], {}
-    places = itertools.count()
+    indices = itertools.count()
     for group in groups:
         declaration = group.kind._declaration
         read, scalars = {s.name for s in declaration.scales}, declaration.scalar_names
-        numbers = dict(zip(group["params"], places, strict=False))  # the last place of each, as in torch.optim
+        numbers = dict(zip(group["params"], indices, strict=False))  # the last index of each, as in torch.optim
         floats = group.floats()
         flags = {flag.name: flag.default for flag in group.kind._fields_of(Flag) if flag.name != "maximize"}
         packed = {k: flags.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
@@ -571,7 +571,7 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})
         for param, number in numbers.items():
             # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen
-            # parameters (pytorch#192202). What it loads for those reaches the optimizer only if the tensors are live ones.
+            # parameters (pytorch#192202). Their loaded state reaches the optimizer only if the tensors are live ones.
             copied = scalars if param.requires_grad else ()
             if entries := state.get(param):
                 packed_state[number] = {
@@ -585,27 +585,27 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
 
 
 def copy_all(copies: Copies) -> None:
-    """Copy each source into its target, as if all at once. DTensors are spread over the processes one at a time.
+    """Copy each source into its target, as if all at once. DTensors are sharded one at a time.
 
-    A source that lies in the memory of a target, as live tensors of a state dict may, is cloned before anything is written.
+    A source that shares memory with a target, as live tensors of a state dict may, is cloned before anything is written.
     """
     moving = [(target, source) for target, source in copies if not is_same(target, source)]
     spans = sorted([span(t if type(t) in TORCH_TYPES else local(t)) for t, _ in moving])
     starts, ends = [start for start, _ in spans], list(itertools.accumulate([end for _, end in spans], max))
     sources = [span(s if type(s) in TORCH_TYPES else local(s)) if isinstance(s, Tensor) else (0, 0) for _, s in moving]
-    before = [bisect.bisect_left(starts, end) for _, end in sources]  # how many targets begin before the source ends
+    before = [bisect.bisect_left(starts, end) for _, end in sources]  # the number of targets that begin before the end
     pairs = zip(moving, sources, before, strict=True)
-    apart = [
+    disjoint = [
         s.clone() if isinstance(s, Tensor) and count and ends[count - 1] > start else s
         for (_, s), (start, _), count in pairs
     ]
-    for (target, _), source in zip(moving, apart, strict=True):
+    for (target, _), source in zip(moving, disjoint, strict=True):
         target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 
 
 @torch.no_grad()
 def write(*loads: PreparedLoad) -> None:
-    """Write ``loads`` that were all prepared: first the tensors, which a source of another load may lie in."""
+    """Write ``loads`` that were all prepared: first the tensors, which may share memory with sources of other loads."""
     for load in loads:
         for index, values in load.group_values.items():
             load.groups[index].refuse_capture(values)
@@ -615,10 +615,10 @@ def write(*loads: PreparedLoad) -> None:
             for key, value in values.items():
                 load.groups[index].load(key, value)
         for each in load.params:
-            if each.new or each.gone:
-                load.state[each.own.key].update(each.new)
-                for name in each.gone:
-                    del load.state[each.own.key][name]
+            if each.new or each.removed:
+                load.state[each.current.key].update(each.new)
+                for name in each.removed:
+                    del load.state[each.current.key][name]
         load.state.replace_foreign(load.foreign)
         for function in load.afterwards:
             function()
@@ -635,34 +635,34 @@ def prepare_load(
     strict: bool,
     hyperparameters: Literal["checkpoint", "keep"],
 ) -> PreparedLoad:
-    """Check what copies ``state_dict``, of any form, into ``groups`` and ``state`` of an optimizer of ``kinds``.
+    """Prepare a load of ``state_dict``, of any form, into ``groups`` and ``state`` of an optimizer of ``kinds``.
 
-    A frozen parameter without state in the checkpoint keeps the state it has; any other starts anew. With names that groups
-    take over come the ``aliases``. ``strict`` and ``hyperparameters`` are as in :meth:`CompiledOptimizer.load_state_dict`.
+    A frozen parameter without state in the checkpoint keeps its state; any other is reset. If groups take over names, they
+    take over the ``aliases``, too. ``strict`` and ``hyperparameters`` are as in :meth:`CompiledOptimizer.load_state_dict`.
 
     Raises:
         ValueError, TypeError: the checkpoint is malformed or, with ``strict``, does not match.
     """
     declaration, keep = kinds[0]._declaration, hyperparameters == "keep"
     with naming("the state dict", passing=(ValueError, TypeError)):
-        given, known = read(state_dict), known_names(*kinds)
-        apart, live = foreign_state(given), state.foreign
-        orphans = {  # a key that is live is foreign, even if its value resembles a parameter's
+        source, known = read(state_dict), known_names(*kinds)
+        unlisted, live = foreign_state(source), state.foreign
+        orphans = {  # a live key is foreign, even if its value resembles a parameter's
             key: f"the state of {described(key)}"
-            for key, value in apart.items()
+            for key, value in unlisted.items()
             if key not in live and is_orphan(key, value, known)
         }
-        foreign = {k: copied(v, f"the state of {described(k)}") for k, v in apart.items() if k not in orphans}
-        saved = from_optimi(given, declaration) if is_optimi(given) else given
+        foreign = {k: copied(v, f"the state of {described(k)}") for k, v in unlisted.items() if k not in orphans}
+        saved = from_optimi(source, declaration) if is_optimi(source) else source
         params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], [], []), groups, state, params, foreign)
-        conflicts = check_groups(load, saved["param_groups"], keep=keep, is_own="format_version" in given)
-        check_state(load, saved["param_groups"], given.get("optimizer"), known)
+        conflicts = check_groups(load, saved["param_groups"], keep=keep, native="format_version" in source)
+        check_state(load, saved["param_groups"], source.get("optimizer"), known)
         drop_reshaped(load)
         load.report.mismatched.extend(conflicts)
-        theirs = saved["param_groups"]
-        if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in theirs]):
-            pairs = zip(groups, map(group_names, theirs), strict=False)
+        saved_groups = saved["param_groups"]
+        if not any(["param_names" in g for g in groups]) and all([g.get("param_names") is not None for g in saved_groups]):
+            pairs = zip(groups, map(group_names, saved_groups), strict=False)
             load.afterwards += [partial(group.set_quietly, "param_names", names) for group, names in pairs]
             load.afterwards.append(partial(aliases.update, saved.get("aliases", {})))
     if strict:

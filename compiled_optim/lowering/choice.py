@@ -24,15 +24,15 @@ from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.symbols import PLAIN
 
-LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # what users can ask for
+LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # the values of the option `lowering`
 LOWERINGS: tuple[LoweringName, ...] = get_args(LoweringName)
 LOOPED: dict[str, tuple[Callable[[Plan], str | None], Any]] = {
     "cpu": (looped.refusal, looped.LoopLowering),
-    "cuda": (looped.refusal_where_they_are, looped.KernelStackLowering),
+    "cuda": (looped.refusal_in_place, looped.KernelStackLowering),
 }
-"""By device, why no loops of our own serve a plan of a rule on whole tensors, and the lowering to them."""
+"""By device, for rules on whole tensors: a function that tells why loops cannot run a plan, and the lowering to loops."""
 
-_refused: dict[tuple[str, Rule], cache.CompilerError] = {}  # by device type and rule, why its kernels do not compile
+_refused: dict[tuple[str, Rule], cache.CompilerError] = {}  # by device type and rule, why kernels do not compile
 
 
 def refuse(plan: Plan, error: cache.CompilerError) -> None:
@@ -41,10 +41,10 @@ def refuse(plan: Plan, error: cache.CompilerError) -> None:
 
 
 def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, differentiable: bool) -> Lowering:
-    """The lowering of ``plan``, as ``wanted``: one of :data:`LOWERINGS`. Autograd records a ``differentiable`` step.
+    """Return the lowering of ``plan``. ``wanted`` is one of :data:`LOWERINGS`. Autograd records a ``differentiable`` step.
 
     Raises:
-        ValueError: ``wanted`` does not serve the plan's device.
+        ValueError: ``wanted`` does not support the plan's device.
     """
     name = _elementwise(plan, "eager" if differentiable else wanted, log)
     if plan.rule.gradients == "sparse":
@@ -55,7 +55,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         if name == "multi_tensor":
             refusal, loops = LOOPED.get(plan.device.type, (lambda plan: "", None))
             if why := refusal(plan):
-                advice = "that may take a minute for each shape; with lowering='inductor' this is not said"
+                advice = "that may take a minute for each shape; lowering='inductor' avoids this warning"
                 log.fall_back(f"Inductor compiles stacks, since {why}", advice)
             return (StackTableLowering if why is not None else loops)(plan, clipping, log)
         return StackedLowering(plan, clipping, log, compiled=name != "eager")
@@ -67,15 +67,15 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
 
 
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
-    """The name of the lowering that an elementwise rule with dense gradients would have."""
+    """Return the name of the lowering of an elementwise rule with dense gradients on ``plan``."""
     on_cpu = plan.device.type == "cpu"
-    if wanted == "eager" or plan.is_meta or torch_internals.is_fake(plan.members[0].param):  # there is nothing to compute
+    if wanted == "eager" or plan.is_meta or torch_internals.is_fake(plan.members[0].param):  # no numbers to compute
         return "eager"
     if plan.wrapped:
         name, kind = plan.members[0].name, type(plan.members[0].param).__name__
         log.fall_back(
             f"'{name}' is updated with plain torch operations: a {kind} has no memory of its own",
-            "with lowering='eager' this is not said",
+            "lowering='eager' avoids this warning",
         )
         return "eager"
     if on_cpu and not cache.compiler():
@@ -103,48 +103,48 @@ class SquareSums:
     """
 
     def __init__(self, lowerings: Sequence[Lowering]) -> None:
-        self._own: list[tuple[Lowering, Tensor]] = []  # each with its partial sums
-        self._of_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # those of its plans, the numbers of the others
+        self._sums: list[tuple[Lowering, Tensor]] = []  # each with its partial sums
+        self._of_device: dict[torch.device, tuple[Tensor, Tensor]] = {}  # sums of its plans, numbers of the other devices
         devices = list(dict.fromkeys(lowering.plan.device for lowering in lowerings))
         for device in devices:
             here = [lowering for lowering in lowerings if lowering.plan.device == device]
-            # One place at least for what all processes add up, where this one has no elements.
+            # At least one, which holds the sum over all processes, even where this process has no elements.
             counts = [max(lowering.square_sum_count, int(lowering.plan.sharded)) for lowering in here]
             others = len(devices) - 1
             sums = torch.zeros(sum(counts) + others, dtype=scalar_dtype(device), device=device)
-            *own, foreign = torch.split(sums, [*counts, others])
+            *of_plans, foreign = torch.split(sums, [*counts, others])
             self._of_device[device] = sums[: sum(counts)], foreign
-            self._own += zip(here, own, strict=True)
-            for lowering, square_sums in zip(here, own, strict=True):
+            self._sums += zip(here, of_plans, strict=True)
+            for lowering, square_sums in zip(here, of_plans, strict=True):
                 lowering.connect(square_sums, sums)
 
     def measure(self) -> None:
         """Measure the prepared gradients of all plans."""
-        for lowering, own in self._own:
-            if lowering.plan.is_meta:  # what has no numbers adds none
+        for lowering, sums in self._sums:
+            if lowering.plan.is_meta:  # no numbers to add
                 continue
             lowering.measure()
             if lowering.plan.sharded:
-                total = own[: lowering.square_sum_count].sum()  # without what an earlier step left in a place of none
+                total = sums[: lowering.square_sum_count].sum()  # without the total of an earlier step where the count is 0
                 add_over_shards(total, lowering.plan.params[0])
-                own.zero_()
-                own[0] = total  # of all processes, in one number
+                sums.zero_()
+                sums[0] = total  # of all processes
         if len(self._of_device) > 1:
-            sums = {device: local.sum() for device, (local, _) in self._of_device.items()}
+            local_sums = {device: local.sum() for device, (local, _) in self._of_device.items()}
             for device, (_, foreign) in self._of_device.items():
-                others = (s for d, s in sums.items() if d != device)
+                others = (s for d, s in local_sums.items() if d != device)
                 for entry, other in zip(foreign.unbind(), others, strict=True):
                     entry.copy_(other, non_blocking=True)
 
 
 class Totals:
-    """Launches lowerings of one rule stage by stage: what each sums over its plan is added up for all of them.
+    """The launch of the lowerings of one rule stage by stage, with their sums added up over all plans.
 
-    The state of each parameter has the scalars that are shared, so that they are saved, loaded and moved like others. A
-    parameter that joins takes over those of the parameter that took the most steps.
+    The state of each parameter has the shared scalars, so that they are saved, loaded and moved like others. A new
+    parameter takes over those of the parameter that took the most steps.
 
     Raises:
-        ValueError: choices that decide which totals there are differ between groups.
+        ValueError: groups differ in choices that decide which totals the rule has.
     """
 
     def __init__(self, lowerings: Sequence[Lowering], clipping: Clipping) -> None:
@@ -171,15 +171,15 @@ class Totals:
             sums = [next(launch) for launch in launches]
             for stage, names in enumerate(self._names):
                 total = torch.stack([s.to(self._device, non_blocking=True) for s in sums]).sum(0)
-                given = self._adapted(names, total) if stage == 0 and self._rule.adapt is not None else total
-                own = [given.to(plan.device, non_blocking=True) for plan in self._plans]
+                numbers = self._adapted(names, total) if stage == 0 and self._rule.adapt is not None else total
+                on_devices = [numbers.to(plan.device, non_blocking=True) for plan in self._plans]
                 sums = []
-                for launch, numbers in zip(launches, own, strict=True):
+                for launch, numbers in zip(launches, on_devices, strict=True):
                     with contextlib.suppress(StopIteration):  # after the last stage
                         sums.append(launch.send(numbers))
 
     def _adapted(self, names: Sequence[str], total: Tensor) -> Tensor:
-        """``total``, followed by the results of ``adapt`` that ``update`` reads. The shared scalars get their new values."""
+        """Return ``total`` followed by the results of ``adapt`` that ``update`` reads. Assign the shared scalars."""
         plan, block = self._plans[0], self._plans[0].scalar_blocks[0]
         shared = {name: block[row, 0] for name, row in self._shared.items()}
         values: dict[str, Any] = {**plan.statics, **shared, **dict(zip(names, total.unbind(), strict=True))}
@@ -187,12 +187,12 @@ class Totals:
         values |= self._rule.by_name(plan.statics, elements)
         assert self._rule.adapt is not None
         adapted = self._rule.adapt(values).items()
-        found = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}
-        further = [value for name, value in found.items() if name not in shared]
-        changed = {name: found[name] for name in shared if name in found}
+        results = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}
+        further = [value for name, value in results.items() if name not in shared]
+        changed = {name: results[name] for name in shared if name in results}
         if not self._clipping.idle:
-            goes_on = self._clipping.outcome(plan.device)[1] == 0
-            changed = {name: torch.where(goes_on, new, shared[name]) for name, new in changed.items()}
+            is_taken = self._clipping.outcome(plan.device)[1] == 0
+            changed = {name: torch.where(is_taken, new, shared[name]) for name, new in changed.items()}
         self._share(changed)
         return torch.cat([total, torch.stack(further)]) if further else total
 

@@ -1,8 +1,8 @@
 """The multi-tensor lowering: one kernel per dtype key reads the addresses of all tensors from a table.
 
-A step is one call whatever the number of tensors and groups, and one more for each further key. The tables hold addresses of
-parameters, gradients, state and hyperparameters. They are brought up to date when one of them changed, which compiles
-nothing. A gradient that is absent has the address 0, and its parameter is left alone.
+A step is one call for each dtype key, for any number of tensors and groups. The tables hold the addresses of
+parameters, gradients, state and hyperparameters. They are updated when one of these changes, without a recompile. An
+absent gradient has the address 0; its parameter is not updated.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from compiled_optim.plan.compilations import MULTI_TENSOR, CompilationLog, Kerne
 from compiled_optim.plan.plan import Member, Plan
 
 BACKENDS: dict[str, Callable[[KernelKey], Kernel]] = {"cpu": cpp.CppKernel, "cuda": triton.TritonKernel}
-"""By device type, what makes the kernel of a key."""
+"""The constructors of kernels, by device type."""
 
 _kernels: dict[KernelKey, Kernel] = {}
 
 
 class Capturable(Lowering):
-    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are brought up to date outside of it.
+    """A lowering whose launch a CUDA graph can hold: its kernels read tables that are updated outside of the graph.
 
     Attributes:
-        table: of all parameters of the plan, from :meth:`compile` on.
+        table: the coefficients of all parameters of the plan; :meth:`compile` assigns it.
     """
 
     table: CoefficientTable
@@ -56,19 +56,19 @@ class Capturable(Lowering):
         self.table.connect(all_square_sums)
 
     def launch_key(self) -> tuple[object, ...]:
-        """What a graph that holds a launch depends on. This object stands for the memory of its tables."""
+        """Return the key on which a graph that holds a launch depends. This object stands for the memory of its tables."""
         return (self,)
 
     def preallocate(self) -> None:
-        """Allocate, after :meth:`compile`, all memory that a launch which may be captured keeps using."""
+        """Allocate, after :meth:`compile`, all memory that a captured launch keeps using."""
         self.hypers.refresh()
         self.table.gradients.reserve(1)
 
     def copy_gradients_for_graph(self) -> None:
-        """Copy the prepared gradients to where a captured launch reads them, if no table says where they are."""
+        """Copy the prepared gradients to the memory that a captured launch reads, unless a table has their addresses."""
 
     def _obtain_kernel(self, key: KernelKey, positions: Iterable[int]) -> Kernel:
-        """The process's kernel of ``key``, for the parameters at ``positions``."""
+        """Return the process's kernel of ``key``, for the parameters at ``positions``."""
         kernel = self._log.obtain(_kernels, key, [self.plan.members[i].name for i in positions], BACKENDS[key.device])
         if kernel.drawback:
             self._log.fall_back(f"{self.plan.rule.name} launches kernels slowly: {kernel.drawback}", "a step takes longer")
@@ -83,7 +83,7 @@ class Capturable(Lowering):
 
 
 class MultiTensorLowering(Capturable):
-    """Runs the step of one plan with one kernel per dtype key."""
+    """The step of one plan with one kernel per dtype key."""
 
     name = "multi_tensor"
 
@@ -101,7 +101,7 @@ class MultiTensorLowering(Capturable):
         tensors, self._orders = tensor_rows(self.plan)
         self._stand_ins = [(i, order) for i, order in enumerate(self._orders) if order.stand_in is not None]
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
-        if self._stages:  # by these, kernels divide
+        if self._stages:  # kernels divide by these
             self._counts = upload(self.plan.counts, self.plan.device).double()
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
         self.tables = [
@@ -111,7 +111,7 @@ class MultiTensorLowering(Capturable):
         self.square_sum_count = sum(table.square_sum_count for table in self.tables)
 
     def _table_key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
-        """The key of the kernel that works on a table with ``member``."""
+        """Return the key of the kernel that works on a table with ``member``."""
         return kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR)
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
@@ -131,16 +131,16 @@ class MultiTensorLowering(Capturable):
         self.table.gradients.publish(self._grads, capturing)
 
     def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """As :meth:`Plan.read` and :meth:`prepare`, if all but addresses of gradients is as it was; whether it is."""
+        """Do :meth:`Plan.read` and :meth:`prepare` if nothing but addresses of gradients changed. Return True if so."""
         if self._stand_ins or self.plan.looks_closely:
             return False
-        found = self.plan.addresses
-        found.read(grads, others=state, keep_alive=keep_alive)
-        if found.moved or found.unlike:
+        current = self.plan.addresses
+        current.read(grads, others=state, keep_alive=keep_alive)
+        if current.moved or current.unlike:
             return False
         if not self.hypers.is_settled:
             self.hypers.prepare(capturing=False)
-        self.table.gradients.follow(found, capturing=False)
+        self.table.gradients.follow(current, capturing=False)
         return True
 
     def measure(self) -> None:
@@ -157,7 +157,7 @@ class MultiTensorLowering(Capturable):
             self._store_stand_ins()
 
     def _load_stand_ins(self) -> None:
-        """Before each launch: a parameter of another plan may lie in the same memory, and was just updated."""
+        """Load before each launch: a parameter of another plan may share the memory, and may just have been updated."""
         for _, order in self._stand_ins:
             order.load()
 
@@ -171,15 +171,15 @@ class MultiTensorLowering(Capturable):
         self._load_stand_ins()
         with self._on_device:
             self.tables[0].kernel.evaluate(self.table)
-        for stage, places in self._stages.items():
+        for stage, slices in self._stages.items():
             with self._on_device:
                 for table in self.tables:
                     table.kernel.average(stage, table, self.table)
             if self.plan.sharded:
-                add_over_shards(numbers[places.sums], self.plan.params[0])
-            if places.totals.start < places.totals.stop:
-                sums = torch.where(self.table.gradients.pointers != 0, numbers[places.totals] * self._counts, 0.0).sum(1)
-                numbers[places.received] = (yield sums).unsqueeze(1)
+                add_over_shards(numbers[slices.sums], self.plan.params[0])
+            if slices.totals.start < slices.totals.stop:
+                sums = torch.where(self.table.gradients.pointers != 0, numbers[slices.totals] * self._counts, 0.0).sum(1)
+                numbers[slices.received] = (yield sums).unsqueeze(1)
         self._load_stand_ins()  # again, since sums are over all plans
         with self._on_device:
             for table in self.tables:

@@ -1,8 +1,8 @@
 """The lowerings for sparse gradients, whose entries are added up per row.
 
 A COO gradient of N entries may name a row several times. Each row elects one of its entries, through a table with one
-number per row. The values of all its entries are summed at the elected one. Where no two entries name the same row, all
-are elected. All shapes follow from N, and the host knows N. So no step waits for the device.
+number per row. The values of all its entries are summed at the elected one. If no two entries name the same row, all are
+elected. All shapes follow from N, which the host knows, so no step waits for the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from compiled_optim.plan.plan import Member, Plan
 
 
 def has_distinct_rows(grad: Tensor, name: str) -> bool:
-    """Whether no two entries of the sparse gradient of the parameter ``name`` name the same row.
+    """Return True if no two entries of the sparse gradient of the parameter ``name`` name the same row.
 
     The host reads all indices: a gradient may claim to be coalesced and not be.
 
@@ -57,21 +57,21 @@ def has_distinct_rows(grad: Tensor, name: str) -> bool:
     return grad.is_coalesced() and bool((rows[1:] > rows[:-1]).all())
 
 
-def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Tensor, *, sorts: bool = True) -> Tensor:
-    """Add the values of the entries of each row, at the place of the entry that the row elects.
+def add_up(rows: Tensor, numbers: Tensor, values: Tensor, election: Tensor, sums: Tensor, *, sorts: bool = True) -> Tensor:
+    """Add up the values of the entries of each row, at the index of the entry that the row elects.
 
     Args:
         rows: (N,) int64, the rows that the entries name.
-        own: the entries' numbers, 0 to N - 1.
+        numbers: the entries' numbers, 0 to N - 1.
         values: (N, ...).
         election: (rows,) int64, scratch memory.
-        sums: written, as ``values``: at an elected entry its row's sum, elsewhere 0.
-        sorts: whether an accelerator sorts the entries. A sum of several entries is then the same every time.
+        sums: written, shaped as ``values``: at an elected entry its row's sum, elsewhere 0.
+        sorts: True if an accelerator sorts the entries, so that a sum of several entries is the same every time.
 
     Returns:
         For each entry, the one that its row elected: (N,) int64.
     """
-    election.index_put_((rows,), own)
+    election.index_put_((rows,), numbers)
     elected = election[rows]
     sums.zero_()
     if values.device.type == "cpu" or not sorts:
@@ -82,7 +82,7 @@ def add_up(rows: Tensor, own: Tensor, values: Tensor, election: Tensor, sums: Te
 
 
 def row_strides(shape: Sequence[int]) -> list[int]:
-    """By how many rows each sparse dimension moves on."""
+    """Return the strides of the sparse dimensions, in rows."""
     return [math.prod(shape[d + 1 :]) for d in range(len(shape))]
 
 
@@ -90,28 +90,28 @@ def row_strides(shape: Sequence[int]) -> list[int]:
 class Entries:
     """The N entries of a sparse gradient, added up per row."""
 
-    index: tuple[Tensor, ...]  # for each sparse dimension, where the entries lie: (N,) int64
+    index: tuple[Tensor, ...]  # for each sparse dimension, the indices of the entries: (N,) int64
     elected: Tensor  # for each entry, the one that its row elected: (N,) int64
     sums: Tensor  # (N, dense part); at an elected entry the row's gradient, elsewhere 0
 
     def numel(self) -> int:
-        """How many numbers the gradient has."""
+        """Return the number of elements of the gradient."""
         return self.sums.numel()
 
 
 def entries_of(grad: Tensor, dtype: torch.dtype, *, distinct: bool) -> Entries:
-    """The entries of ``grad``, summed in ``dtype``; ``distinct`` says that no two name the same row."""
+    """Return the entries of ``grad``, summed in ``dtype``; ``distinct`` means that no two name the same row."""
     indices, values = grad._indices(), grad._values().to(dtype)
     index = indices.unbind() or (indices.new_zeros(len(values)),)  # without sparse dimensions there is one row
-    own = torch.arange(len(values), device=values.device)
+    numbers = torch.arange(len(values), device=values.device)
     if distinct:
-        return Entries(index, own, values.contiguous())
+        return Entries(index, numbers, values.contiguous())
     shape = grad.shape[: grad.sparse_dim()] or (1,)
-    rows = torch.zeros_like(own)
+    rows = torch.zeros_like(numbers)
     for stride, positions in zip(row_strides(shape), index, strict=True):
         rows.add_(positions, alpha=stride)
     sums = torch.empty_like(values, memory_format=torch.contiguous_format)
-    return Entries(index, add_up(rows, own, values, own.new_empty(math.prod(shape)), sums), sums)
+    return Entries(index, add_up(rows, numbers, values, numbers.new_empty(math.prod(shape)), sums), sums)
 
 
 class GatheredRows(Vectors):
@@ -123,7 +123,7 @@ class GatheredRows(Vectors):
 
     def read(self, grad: Entries) -> list[Tensor]:
         self._index = grad.index
-        one_row = grad.sums.dim() > self._dim  # there are no sparse dimensions
+        one_row = grad.sums.dim() > self._dim  # no sparse dimensions
         self._targets = [t.unsqueeze(0) for t in self._full] if one_row else self._full
         param, *buffers = (t[grad.index].reshape(-1) for t in self._targets)
         return [param, grad.sums[grad.elected].reshape(-1), *buffers]
@@ -134,9 +134,9 @@ class GatheredRows(Vectors):
 
 
 class GatheredRowsLowering(InductorLowering):
-    """Copies the rows out, updates the copies, and copies them back. Entries of one row write the same values.
+    """The step on copies of rows, which are copied back after it. Entries of one row write the same values.
 
-    Inductor's kernels update the copies where it is ``compiled``, else plain torch operations.
+    If ``compiled``, Inductor's kernels update the copies, else plain torch operations.
     """
 
     _vectors = GatheredRows
@@ -152,26 +152,26 @@ class GatheredRowsLowering(InductorLowering):
             distinct = is_read and has_distinct_rows(grad, member.name)
             return entries_of(grad, compute_dtype(member.param.dtype), distinct=distinct)
 
-        given = zip(self.plan.members, self._grads, strict=True)
-        self._grads = [None if grad is None else added_up(member, grad) for member, grad in given]
+        pairs = zip(self.plan.members, self._grads, strict=True)
+        self._grads = [None if grad is None else added_up(member, grad) for member, grad in pairs]
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
         self._square_sum.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
 
 
-Rows: TypeAlias = Literal["distinct", "repeated", "said to be distinct", "unknown"]
-"""What is known of the rows that entries name. In the first two cases the host has looked at them."""
+Rows: TypeAlias = Literal["distinct", "repeated", "claimed to be distinct", "unknown"]
+"""The knowledge of the rows that entries name. In the first two cases the host has read them."""
 
-_CACHED_BATCHES = 16  # as many different numbers of entries have their memory cached
+_CACHED_BATCHES = 16  # different numbers of entries whose memory is cached
 
 
 class RowTableLowering(Capturable):
-    """Runs the multi-tensor kernels on rows: the address of a row follows from its number, on the device.
+    """The step with multi-tensor kernels on rows, whose addresses are computed from their indices on the device.
 
-    Coefficients are evaluated for parameters. To the update each entry is a tensor in the column of its parameter, and has a
-    gradient if its row elected it. Parameters are contiguous. Those whose rows share a kernel and a shape are updated
-    together, however many they are.
+    Coefficients are evaluated for each parameter. For the update each entry is a tensor with the coefficients of its
+    parameter, and has a gradient if its row elected it. Parameters are contiguous. All of them whose rows share a kernel and
+    a shape are updated together.
     """
 
     name = "multi_tensor"
@@ -192,28 +192,28 @@ class RowTableLowering(Capturable):
         capturing = self.plan.device in captures
         self.hypers.prepare(capturing)
         alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
-        given = self.plan.gradients(grads)
-        for i, grad in enumerate(given):
+        all_grads = self.plan.gradients(grads)
+        for i, grad in enumerate(all_grads):
             if grad is not None:
                 shape = grad.shape[grad.sparse_dim() :]
                 alike.setdefault((self._kernels[i], grad.sparse_dim(), grad.dtype, shape), {})[i] = grad
         reads_indices = self.plan.device.type == "cpu" and not capturing
         self._prepared = []
-        for (_, sparse_dims, *_), found in alike.items():
-            positions, counts = tuple(found), tuple(grad._nnz() for grad in found.values())
+        for (_, sparse_dims, *_), batch_grads in alike.items():
+            positions, counts = tuple(batch_grads), tuple(grad._nnz() for grad in batch_grads.values())
             batch = self._batch_of(positions, counts, sparse_dims)
             rows: Rows = "unknown"
             if reads_indices:
-                distinct = [has_distinct_rows(grad, self.plan.members[i].name) for i, grad in found.items()]
+                distinct = [has_distinct_rows(grad, self.plan.members[i].name) for i, grad in batch_grads.items()]
                 rows = "distinct" if all(distinct) else "repeated"
-            elif all(grad.is_coalesced() for grad in found.values()):
-                rows = "said to be distinct"
-            batch.prepare(list(found.values()), rows)
+            elif all(grad.is_coalesced() for grad in batch_grads.values()):
+                rows = "claimed to be distinct"
+            batch.prepare(list(batch_grads.values()), rows)
             self._prepared.append(batch)
         needed = max((batch.kind.rows for batch in self._prepared), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
-        self.table.gradients.mark(given, capturing)
+        self.table.gradients.mark(all_grads, capturing)
         if capturing:
             self._captured += self._prepared
 
@@ -233,7 +233,7 @@ class RowTableLowering(Capturable):
         self._gather()
         if self._prepared:
             self._step(self._prepared)
-        else:  # nothing is updated, but what became of the step is written down
+        else:  # update nothing, but write the outcome of the step
             with self._on_device:
                 self._kernels[0].evaluate(self.table)
 
@@ -249,10 +249,10 @@ class RowTableLowering(Capturable):
 
 
 def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, Ints, int], RowBatch]:
-    """A function that returns the memory for gradients of the parameters at some positions.
+    """Return a cached function that returns the memory for gradients of some parameters.
 
-    It takes these, the number of entries of each, and how many sparse dimensions they have. The caches know no lowering,
-    which they would keep alive.
+    It takes their positions, the number of entries of each, and their number of sparse dimensions. The caches must not refer
+    to the lowering, which they would keep alive.
     """
     tensors, _ = tensor_rows(plan)
 
@@ -273,17 +273,16 @@ def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, In
 
 
 class RowKind:
-    """What is known of the parameters at ``positions``, whose rows share a kernel, before their gradients are.
+    """The facts about the parameters at ``positions``, whose rows share a kernel, that do not depend on gradients.
 
-    ``tensors`` is the table of the whole plan. Their gradients have ``sparse_dims`` sparse dimensions and
-    dense parts of one shape.
+    ``tensors`` is the table of the whole plan. Gradients have ``sparse_dims`` sparse dimensions and equal dense shapes.
 
     Attributes:
-        facts: (2 * sparse dimensions + rows of the table, parameters) int64: for each the first of its rows in a
-            common count, the strides of all its sparse dimensions but the last in rows, the sizes of the sparse dimensions,
-            and what the table says of the row with number 0.
-        row_bytes: (rows of the table, 1) int64: what the table's entries grow by from row to row.
-        rows: how many rows all have together.
+        facts: (2 * sparse dimensions + rows of the table, parameters) int64: for each parameter the index of its first
+            row among the rows of all, the strides in rows of all its sparse dimensions but the last, the sizes of the sparse
+            dimensions, and its entries of the table for a row with index 0.
+        row_bytes: (rows of the table, 1) int64: the difference of the table's entries from row to row.
+        rows: the number of rows of all parameters.
     """
 
     def __init__(self, plan: Plan, tensors: Tensor, positions: Sequence[int], sparse_dims: int) -> None:
@@ -300,56 +299,56 @@ class RowKind:
         columns = tensors.index_select(1, upload(positions, plan.device))
         columns[NUMEL] = self.width
         strides = zip(*[row_strides(shape)[:-1] for shape in shapes], strict=True)
-        places = upload([firsts, *strides, *zip(*shapes, strict=True)], plan.device)
-        self.facts = torch.cat([places, columns - self.row_bytes * places[0]])
+        layout = upload([firsts, *strides, *zip(*shapes, strict=True)], plan.device)
+        self.facts = torch.cat([layout, columns - self.row_bytes * layout[0]])
 
 
 class RowBatch:
     """A :class:`~compiled_optim.lowering.kernels.table.TensorTable` of the rows of several parameters.
 
-    All memory stays where it is, and all that follows from ``counts``, the number of each gradient's entries, is computed
-    once. ``rows`` says what is known of the rows that the prepared entries name.
+    All addresses are fixed, and all that follows from ``counts``, the number of each gradient's entries, is computed once.
+    ``rows`` is the knowledge of the rows that the prepared entries name.
     """
 
     def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], kernel: Kernel) -> None:
         device, count = plan.device, sum(counts)
         self.kind, self.kernel = kind, kernel
-        of_entry = upload(torch.repeat_interleave(torch.tensor(counts, device="cpu")), device)  # which of the parameters
-        places, self._base = kind.facts.index_select(1, of_entry).tensor_split([len(kind.facts) - len(kind.row_bytes)])
-        sparse_dims = (len(places) + 1) // 2  # a row of firsts stands for none too
-        self._first_rows, *self._strides = places[:sparse_dims].unbind()
-        self._limits = places[sparse_dims:]
+        of_entry = upload(torch.repeat_interleave(torch.tensor(counts, device="cpu")), device)  # the parameter of each entry
+        layout, self._base = kind.facts.index_select(1, of_entry).tensor_split([len(kind.facts) - len(kind.row_bytes)])
+        sparse_dims = (len(layout) + 1) // 2  # without sparse dimensions it has the first rows only
+        self._first_rows, *self._strides = layout[:sparse_dims].unbind()
+        self._limits = layout[sparse_dims:]
 
-        self._own = torch.arange(count, device=device)
+        self._numbers = torch.arange(count, device=device)
         self._entries: tuple[Tensor, ...] = ()  # the prepared ones: indices and values
         self._copied: tuple[Tensor, ...] = ()
         self.sums = torch.empty(count, *kind.dense, dtype=kind.dtype, device=device)
         size, start = max(kind.width * self.sums.element_size(), 1), self.sums.data_ptr()
         self._sum_addresses = torch.arange(start, start + count * size, size, device=device)
-        self.grads = torch.empty_like(self._own)
+        self.grads = torch.empty_like(self._numbers)
         self.tensors = torch.empty_like(self._base)
-        self.blocks = torch.cartesian_prod(self._own, torch.arange(-(-kind.width // kernel.block), device=device))
+        self.blocks = torch.cartesian_prod(self._numbers, torch.arange(-(-kind.width // kernel.block), device=device))
         self.elements = count * kind.width
         self.launches = Launches()
 
     def prepare(self, grads: Sequence[Tensor], rows: Rows) -> None:
-        """Take the entries of ``grads``, one for each parameter; ``rows`` says what is known of the rows that they name."""
+        """Take the entries of ``grads``, one for each parameter; ``rows`` is the knowledge of the rows that they name."""
         # (sparse dimensions, entries) int64, and (entries, dense part)
         self._entries = torch.cat([g._indices() for g in grads], 1), torch.cat([g._values() for g in grads])
         self.rows, self._is_gathered = rows, False
 
     def copy_entries(self) -> None:
-        """Copy the prepared entries to memory that stays where it is, and read them there."""
+        """Copy the prepared entries to memory with fixed addresses, and read them there."""
         if self._copied:
             torch._foreach_copy_(self._copied, self._entries)
         self._entries = self._copied = self._copied or self._entries
 
     def finish(self) -> None:
-        """Let go of the entries."""
+        """Release the entries."""
         self._entries = ()
 
     def gather(self, election: Tensor) -> None:
-        """Add up the prepared entries, unless they are; ``election`` is scratch memory, (rows,) int64."""
+        """Add up the prepared entries, unless that is done; ``election`` is scratch memory, (rows,) int64."""
         if self._is_gathered:
             return
         self._is_gathered = True
@@ -360,10 +359,10 @@ class RowBatch:
         rows = self._first_rows
         for stride, index in zip([*self._strides, None], indices, strict=False):
             rows = rows + index if stride is None else torch.addcmul(rows, stride, index)
-        elected, values = self._own, values.to(self.sums.dtype)
+        elected, values = self._numbers, values.to(self.sums.dtype)
         if self.rows == "distinct":
             self.sums.copy_(values)
         else:
-            elected = add_up(rows, self._own, values, election, self.sums, sorts=self.rows != "said to be distinct")
-        torch.mul(self._sum_addresses, elected == self._own, out=self.grads)
+            elected = add_up(rows, self._numbers, values, election, self.sums, sorts=self.rows != "claimed to be distinct")
+        torch.mul(self._sum_addresses, elected == self._numbers, out=self.grads)
         torch.addcmul(self._base, self.kind.row_bytes, rows, out=self.tensors)

@@ -3,8 +3,8 @@
 State lives in the stacks. Parameters and gradients are copied in, unless a stack has a single tensor, and parameters are
 copied out. A stack is large enough to keep the device busy, and small enough that its copies need little memory.
 
-Inductor compiles a rule that reduces for stacks of any size, so neither the number of tensors nor their shapes compile
-anything. It compiles a rule on matrices once for each of their shapes, for any number of matrices.
+Inductor compiles a rule that reduces for stacks of any size, so neither the number of tensors nor their shapes cause
+a recompile. It compiles a rule on matrices once for each of their shapes, for any number of matrices.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, number_type
 
-BLOCK = 256  # how many numbers a program adds up in the second stage
-_ALONE = 1 << 13  # the most numbers that one program adds up where their count is known to the compiler
+BLOCK = 256  # numbers that a program adds up in the second stage
+_ALONE = 1 << 13  # the most numbers that one program adds up if the compiler knows their count
 
 
 @functools.cache
 def decompositions() -> dict[Any, Callable[..., Any]]:
-    """By operator, how Inductor is to write it, where not in its own way."""
+    """Return the decompositions that replace Inductor's own, by operator."""
     return {torch.ops.aten.mean.dim: _mean, torch.ops.aten.linalg_vector_norm.default: _norm}
 
 
@@ -58,7 +58,7 @@ def _norm(
 
 
 def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
-    """The sum over neighbouring dimensions, which stay, of size 1."""
+    """Return the sum over adjacent dimensions, which become dimensions of size 1."""
     left = sorted(d % x.dim() for d in dims)
     shape = [1 if d in left else size for d, size in enumerate(x.shape)]
     if left[-1] == x.dim() - 1 > 1:
@@ -70,16 +70,16 @@ def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
 
 
 def _sum_in_blocks(x: Tensor, dim: int) -> Tensor:
-    """The sum over one dimension of any size.
+    """Return the sum over one dimension of any size.
 
     Padding would copy everything, so the last block reads the last number again and counts it as 0.
     """
     size = x.shape[dim]
     if isinstance(size, int) and size <= _ALONE:
         return x.sum(dim)
-    place = torch.arange((size + BLOCK - 1) // BLOCK * BLOCK, device=x.device)
-    exists = (place < size).view([-1 if d == dim else 1 for d in range(x.dim())])
-    padded = torch.where(exists, x.index_select(dim, place.clamp(max=size - 1)), 0.0)
+    index = torch.arange((size + BLOCK - 1) // BLOCK * BLOCK, device=x.device)
+    exists = (index < size).view([-1 if d == dim else 1 for d in range(x.dim())])
+    padded = torch.where(exists, x.index_select(dim, index.clamp(max=size - 1)), 0.0)
     blocks = padded.view(*x.shape[:dim], -1, BLOCK, *x.shape[dim + 1 :])
     return blocks.sum(dim + 1).sum(dim)
 
@@ -88,18 +88,18 @@ StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
 
 _COUNT = 5
 _EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
-"""Sizes to compile with, where any sizes may follow. All differ: Inductor takes equal sizes for equal ever after."""
+"""Sizes to compile with, for any sizes. All differ, since Inductor assumes that equal sizes stay equal."""
 
 _LARGE_EXAMPLES = {"vectors": (_COUNT, 8191), "matrices": (_COUNT, 3, 1031, 769)}
 """The same for accelerators, where Inductor chooses its blocks by these sizes."""
 
-_SEQUENTIAL = {"cpu"}  # devices on which one thread may walk a whole tensor
+_SEQUENTIAL = {"cpu"}  # devices on which one thread may process a whole tensor
 
 # With it, reductions over different dimensions of any size fail on a GPU: "CantSplit" (torch 2.13).
 _OPTIONS = {"loop_ordering_after_fusion": False, "assert_indirect_indexing": False}
 
 _BYTES = 1 << 27
-"""The most bytes in a stack of several tensors, of their widest dtype. A step needs 6 to 8 times as many beside it."""
+"""The most bytes in a stack of several tensors, of their widest dtype. A step needs 6 to 8 times as many besides."""
 
 _CACHED_BYTES = 1 << 27
 """The most bytes of gradients that stay stacked between :meth:`StackTableLowering.measure` and the update."""
@@ -107,15 +107,15 @@ _CACHED_BYTES = 1 << 27
 _CPU_ELEMENTS = 1 << 17
 """The most elements in a stack of several tensors on a CPU: copies and results stay in the cache, and malloc keeps them."""
 
-_STACKS = "stacks of "  # how the arrangements begin for which Inductor compiles
-_kernels: dict[KernelKey, StackKernel | str] = {}  # or why there is none
+_STACKS = "stacks of "  # the prefix of arrangements that Inductor compiles
+_kernels: dict[KernelKey, StackKernel | str] = {}  # or the reason if none compiles
 
 
 class StackedLowering(TorchLowering):
-    """Runs the step of one plan, whose tensors are not complex.
+    """The step of one plan with stacks of equal tensors, which are not complex.
 
-    DTensors go whole to one process each, stack by stack. Those that are split along more than one dimension are gathered by
-    every process instead. Inductor's kernels update the stacks where it is ``compiled``, else plain torch operations.
+    Each DTensor is gathered by one process, stack by stack. Those that are split along more than one dimension are gathered
+    by every process instead. If ``compiled``, Inductor's kernels update the stacks, else plain torch operations.
     """
 
     name = "stacked"
@@ -152,7 +152,7 @@ class StackedLowering(TorchLowering):
             stack.kernel = self._kernel_of(stack, [self.plan.members[i].name for i in stack.positions])
 
     def _kernel_of(self, stack: Stack, names: Sequence[str]) -> Any:
-        """What updates ``stack``, whose tensors have these ``names``."""
+        """Return the kernel of ``stack``, whose tensors have these ``names``."""
         if self._compiled and fits_indices(self.plan.device, stack.numel):
             return self._log.obtain_or_fall_back(_kernels, stack.key, names, _make, _uncompiled)
         if self._compiled:
@@ -166,24 +166,24 @@ class StackedLowering(TorchLowering):
                 stack.step(grads, columns)
 
     def _columns(self) -> Tensor:
-        """Count a step, and return the coefficients of all tensors. The second one is not 0 where a tensor stays."""
+        """Count a step, and return the coefficients of all tensors. The second one is not 0 for tensors to skip."""
         coefficients, mask = self._advance()
         if mask is not None:
             coefficients[1].masked_fill_(~mask, 1.0)
         return coefficients
 
     def _stacked_gradients(self, stack: Stack) -> Tensor | None:
-        """The prepared gradients of ``stack``, anything in place of absent ones; None if it has none."""
+        """Return the prepared gradients of ``stack``, with anything for absent ones; None if it has none."""
         return stack.gathered(self._grads)
 
     def _most(self, key: KernelKey, shape: torch.Size) -> int:
-        """The number of tensors of ``shape`` that a stack may have."""
+        """Return the most tensors of ``shape`` that a stack may have."""
         in_cache = self.plan.device.type == "cpu" and self.plan.rule.granularity == "tensor"
         elements = _CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in key.dtypes)
         return max(elements // shape.numel(), 1)
 
     def _key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
-        """The key of the kernel that updates ``member``."""
+        """Return the key of the kernel that updates ``member``."""
         shape = member.owner.shape
         kind = " x ".join(map(str, shape)) if self.plan.rule.granularity == "matrix" else "matrices"
         return kernel_key(self.plan, member, grad_dtype, _STACKS + (kind if len(shape) > 1 else "vectors"))
@@ -199,7 +199,7 @@ class StackTableLowering(Capturable, StackedLowering):
         self._caches = {stack for stack, end in zip(several, ends, strict=True) if end <= _CACHED_BYTES}
 
     def compile(self) -> None:
-        # First, since a compiler that does not work says so at once, unlike Inductor.
+        # First, since it raises at once if the compiler does not work, unlike Inductor.
         self._evaluator = self._obtain_kernel(coefficient_key(self.plan), range(len(self.plan.members)))
         self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
         super().compile()
@@ -222,7 +222,7 @@ class StackTableLowering(Capturable, StackedLowering):
         self._square_sum.fill_(sum(map(_square_sum, measured), 0.0))
 
     def _measured(self, stack: Stack) -> Sequence[Tensor]:
-        """The prepared gradients of ``stack``, all together or one by one."""
+        """Return the prepared gradients of ``stack``, all together or one by one."""
         if stack in self._caches:
             if (grads := self._stacked_gradients(stack)) is None:
                 return []
@@ -254,7 +254,7 @@ class Stack:
     Of DTensors, the local shards are stacked.
     """
 
-    kernel: Any  # what updates it, once it is compiled
+    kernel: Any  # assigned when compiled
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
         self.positions = tuple(positions)
@@ -274,96 +274,96 @@ class Stack:
             for member, view in zip(members, stacked.unbind(), strict=True):
                 member.put(name, view)
         entries = [members[0].state[name] for name in plan.buffers]
-        self._likes: list[Tensor] = [self._owner, self._owner, *entries]  # which say how param, grad and buffers are spread
+        self._likes: list[Tensor] = [self._owner, self._owner, *entries]  # with the placements of param, grad and buffers
         self.owners: Owners | None = None
-        self._own: Sequence[int] = range(len(positions))  # the tensors that this process updates
+        self._owned: Sequence[int] = range(len(positions))  # the tensors that this process updates
 
     def share(self, first: int) -> None:
-        """Update each DTensor on one process only, if that is possible; the first one on process ``first``, and so on."""
+        """Assign each DTensor to one process, if that is possible: the first one to process ``first``, and so on."""
         self.owners = owners(self._likes, len(self.positions), first)
         if self.owners is not None:
-            self._own = self.owners.own
-            self._index = self._index[self._own]
-        # Rows of numbers begin at multiples of 16 bytes, or Inductor's code copies each.
+            self._owned = self.owners.owned
+            self._index = self._index[self._owned]
+        # Rows of numbers begin at multiples of 16 bytes; otherwise Inductor's code copies each.
         spare = self._index.new_zeros(-len(self._index) % 4)
         self._padded = torch.cat([self._index, spare])
 
     def gathered(self, grads: Sequence[Tensor | None]) -> Tensor | None:
-        """The stack's gradients of all ``grads`` in one tensor, with 0 where there is none; None without any."""
-        own = self._filled(grads)
-        return stack_of(own) if own else None
+        """Return the stack's gradients among ``grads`` in one tensor, with 0 for absent ones; None if all are absent."""
+        filled = self._filled(grads)
+        return stack_of(filled) if filled else None
 
     def copy_gradients(self, grads: Sequence[Tensor | None]) -> None:
-        """Copy the stack's of all ``grads``, 0 where there is none, to ``copied_gradients``, whose memory stays in place."""
+        """Copy the stack's gradients among ``grads``, 0 for absent ones, to ``copied_gradients``, whose address is fixed."""
         if self.copied_gradients is None:
             like = self._params[0]
             self.copied_gradients = like.new_zeros(len(self.positions), *like.shape, dtype=self.key.dtypes[1])
-        if own := self._filled(grads):
-            torch.stack(own, out=self.copied_gradients)
+        if filled := self._filled(grads):
+            torch.stack(filled, out=self.copied_gradients)
         else:
             self.copied_gradients.zero_()
 
     def _filled(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
-        """The stack's of all ``grads``, 0 where there is none; nothing without any."""
-        own = [grads[i] for i in self.positions]
-        present = next((grad for grad in own if grad is not None), None)
-        return [] if present is None else [torch.zeros_like(present) if grad is None else grad for grad in own]
+        """Return the stack's gradients among ``grads``, with 0 for absent ones; an empty list if all are absent."""
+        stacked = [grads[i] for i in self.positions]
+        present = next((grad for grad in stacked if grad is not None), None)
+        return [] if present is None else [torch.zeros_like(present) if grad is None else grad for grad in stacked]
 
     def step(self, grads: Tensor, coefficients: Tensor) -> None:
-        """Update from stacked ``grads``; a tensor stays as it is where the second of its ``coefficients`` is not 0."""
-        param, grad, *buffers = self._whole(grads)
+        """Update from stacked ``grads``; a tensor is unchanged where the second of its ``coefficients`` is not 0."""
+        param, grad, *buffers = self._as_updated(grads)
         columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._own else [param, *buffers]
-        held_param, *held_buffers = self._held(new)
-        torch._foreach_copy_(self._params, held_param.unbind())
-        if self._buffers:  # apart, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, held_buffers)
+        new = self.kernel([param, grad, *buffers, *columns.unbind()]) if self._owned else [param, *buffers]
+        local_param, *local_buffers = self._as_stored(new)
+        torch._foreach_copy_(self._params, local_param.unbind())
+        if self._buffers:  # a separate call, since tensors of several dtypes are copied one by one
+            torch._foreach_copy_(self._buffers, local_buffers)
 
-    def _whole(self, grads: Tensor) -> list[Tensor]:
-        """Parameters, ``grads`` and buffers of the tensors that this process updates, as an update sees them."""
-        held = [stack_of(self._params), grads, *self._buffers]
+    def _as_updated(self, grads: Tensor) -> list[Tensor]:
+        """Return parameters, ``grads`` and buffers of the tensors that this process updates, as an update takes them."""
+        stored = [stack_of(self._params), grads, *self._buffers]
         if self.owners is not None:
-            return list(map(self._seen, self.owners.collect(held)))
-        return list(map(self._seen, map(whole_stack, held, self._likes)))
+            return list(map(self._arranged, self.owners.collect(stored)))
+        return list(map(self._arranged, map(whole_stack, stored, self._likes)))
 
-    def _held(self, seen: Sequence[Tensor]) -> list[Tensor]:
-        """Of new parameters and buffers as an update sees them, what this process holds of all tensors."""
+    def _as_stored(self, updated: Sequence[Tensor]) -> list[Tensor]:
+        """Return this process's parts of all tensors, from the new parameters and buffers of an update."""
         kinds = [0, *range(2, len(self._likes))]
-        full = [self._as_held(new, self._likes[kind]) for new, kind in zip(seen, kinds, strict=True)]
+        full = [self._restored(new, self._likes[kind]) for new, kind in zip(updated, kinds, strict=True)]
         if self.owners is not None:
             return self.owners.spread(full, kinds)
         return [parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True)]
 
-    def _seen(self, full: Tensor) -> Tensor:
+    def _arranged(self, full: Tensor) -> Tensor:
         if self._axes:
             full = full.permute(0, *(1 + axis for axis in self._axes)).contiguous()
         if self._owner.dim() < 2:
-            return full.view(len(full), math.prod(full.shape[1:]))  # of a process that updates none, too
+            return full.view(len(full), math.prod(full.shape[1:]))  # also on a process that updates none
         return full if self._matrices else full.view(len(full), math.prod(full.shape[1:-2]), *full.shape[-2:])
 
-    def _as_held(self, seen: Tensor, like: Tensor) -> Tensor:
+    def _restored(self, updated: Tensor, like: Tensor) -> Tensor:
         if self._axes is None:
-            return seen.view(len(seen), *like.shape)
-        full = seen.view(len(seen), *(like.shape[axis] for axis in self._axes))
+            return updated.view(len(updated), *like.shape)
+        full = updated.view(len(updated), *(like.shape[axis] for axis in self._axes))
         return full.permute(0, *(1 + self._axes.index(axis) for axis in range(like.dim())))
 
 
 def stack_of(tensors: Sequence[Tensor]) -> Tensor:
-    """``tensors`` in one contiguous tensor; a single one that lies in memory like that is not copied."""
+    """Return ``tensors`` in one contiguous tensor; a single contiguous one is not copied."""
     stacked = tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
     return stacked if stacked.is_contiguous() and is_plain(stacked) else plain_copy(stacked)
 
 
 def _square_sum(stack: Tensor) -> Tensor:
-    """As :func:`~compiled_optim.plan.clipping.square_sum`, and equal bit for bit wherever ``stack`` lies."""
+    """Return the sum of squares, equal bit for bit at any address; see :func:`~compiled_optim.plan.clipping.square_sum`."""
     rows = stack.view(len(stack), math.prod(stack.shape[1:]))
     norms: Tensor = torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     return norms.square().sum()
 
 
 def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]]:
-    """Tensors to compile a kernel of ``key`` with, none the same object, and for each its dimensions of any size."""
+    """Return distinct tensors to compile a kernel of ``key`` with, and for each its dimensions of any size."""
     rule, statics = key.rule, dict(key.statics)
     kind = key.arrangement.removeprefix(_STACKS)
     examples = _EXAMPLES if key.device in _SEQUENTIAL else _LARGE_EXAMPLES
@@ -371,10 +371,10 @@ def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]
     fields = [b for b in rule.buffers if b.name in rule.present_buffers(statics)]
     per_group = [*shape[:-1], shape[-1] // GROUP]
     of_buffers = [per_group if f.grouped else f.shape(torch.Size(shape)) if f.shape else shape for f in fields]
-    made = list(zip([shape, shape, *of_buffers], key.dtypes, strict=True))
+    kinds = list(zip([shape, shape, *of_buffers], key.dtypes, strict=True))
     column = [1] * len(shape), compute_dtype(key.dtypes[0])
-    made += [column] * (len(rule.coefficient_names(statics)) + 2)
-    tensors = [torch.ones(count, *own, dtype=dtype, device=device) for own, dtype in made]
+    kinds += [column] * (len(rule.coefficient_names(statics)) + 2)
+    tensors = [torch.ones(count, *sizes, dtype=dtype, device=device) for sizes, dtype in kinds]
     of_any_size = slice(0, 1 if rule.granularity == "matrix" else None)
     return tensors, [[d for d in range(t.dim())[of_any_size] if t.shape[d] > 1] for t in tensors]
 
@@ -388,33 +388,33 @@ def _make(key: KernelKey) -> StackKernel | str:
     if not sequential:
         kinds = [(t.shape[1:], t.dtype) for t in example("meta")[0]]
         ones = {kind: torch.ones(1, *kind[0], dtype=kind[1], device=key.device) for kind in set(kinds)}
-        graph.run([ones[kind] for kind in kinds])  # loads and tunes what a capture could not
+        graph.run([ones[kind] for kind in kinds])  # loads and tunes now, since a capture cannot
     return graph.run
 
 
 def _uncompiled(key: KernelKey) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
-    """The update, uncompiled.
+    """Return the update as a function of torch tensors, uncompiled.
 
     It takes parameter, gradient, buffers and coefficients, and computes in float64 for float64, in float32 for lower dtypes.
-    A tensor stays as it is where the second coefficient is not 0. Its results are new tensors: Inductor 2.13 fails on CPUs
-    where a reduction's input is also written.
+    A tensor is unchanged where the second coefficient is not 0. The results are new tensors: Inductor 2.13 fails on CPUs if
+    a reduction's input is also written.
     """
     rule, statics = key.rule, dict(key.statics)
     names = ("param", *rule.present_buffers(statics))
-    given = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
+    constants = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
     numbers_of = number_type(rule.coefficient_names(statics))
 
     def stack(tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        param, grad, *rest = tensors
+        param, grad, *others = tensors
         dtype = compute_dtype(param.dtype)
-        old = dict(zip(names, (param, *rest), strict=False))
-        factor, skip, *numbers = rest[len(names) - 1 :]
-        values = {**given, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
+        old = dict(zip(names, (param, *others), strict=False))
+        factor, skip, *numbers = others[len(names) - 1 :]
+        values = {**constants, "param": param.to(dtype), "grad": factor * grad.to(dtype), "c": numbers_of(*numbers)}
         if rule.reads_index(statics):
             shape = param.shape[1:]
             values[INDEX] = torch.arange(shape.numel(), dtype=torch.int32, device=param.device).view(1, *shape)
         new = rule.updated(values | {name: old[name].to(dtype) for name in names[1:]})
-        live = skip == 0
-        return tuple(torch.where(live, new[name].to(tensor.dtype), tensor) for name, tensor in old.items())
+        updates = skip == 0
+        return tuple(torch.where(updates, new[name].to(tensor.dtype), tensor) for name, tensor in old.items())
 
     return stack

@@ -1,4 +1,4 @@
-"""The optimizers by name: made, listed and described, from what each class declares."""
+"""The optimizers by name: constructed, listed and described, from the declaration of each class."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from compiled_optim.rule.fields import Hyper, Option, Static
 from compiled_optim.rule.storage import INT8, MODES
 from compiled_optim.state import StateForm
 
-_SIDE = 1024  # of the matrix whose bytes are counted
+_SIDE = 1024  # rows and columns of the matrix whose bytes are counted
 _SOURCES = re.compile(r"arXiv:\d+\.\d+|doi:[^\s;,)]+|[\w.]+\.io/[\w/-]+")
 
 
@@ -38,20 +38,20 @@ class Argument(NamedTuple):
 
 @dataclass(frozen=True)
 class OptimizerInfo:
-    """What an optimizer declares.
+    """The declaration of an optimizer.
 
     Attributes:
-        name: how :func:`create` calls it.
+        name: its name for :func:`create`.
         cls: the class.
         summary: the first line of its docstring.
         sources: the papers in its docstring, such as ``"arXiv:1711.05101"``, the first one first.
-        kind: what an update sees: an ``"element"``, a ``"tensor"``, a ``"matrix"``, the rows of a ``"sparse"`` gradient, or
-            the loss of a ``"closure"``.
+        kind: the input of an update: an ``"element"``, a ``"tensor"``, a ``"matrix"``, the rows of a ``"sparse"`` gradient,
+            or the loss of a ``"closure"``.
         arguments: the constructor's arguments after ``params``.
-        states: the names of what the state of a parameter may hold.
+        states: the names of the entries that the state of a parameter may hold.
         bytes_per_parameter: bytes of weight, gradient and state for each element of a large matrix, with the class's
-            defaults: for ``"float32"``, ``"bfloat16"``, and what it takes of ``weights`` and 8-bit state, such as
-            ``"bfloat16, weights=split8, state_dtype=int8"``. Empty where steps need a closure.
+            defaults: for ``"float32"``, ``"bfloat16"``, and its choices of ``weights`` and 8-bit state, such as
+            ``"bfloat16, weights=split8, state_dtype=int8"``. Empty if steps need a closure.
         counterparts: the classes of torch.optim and optimi that have this name, and whose state dicts it loads.
     """
 
@@ -71,11 +71,11 @@ def create(name: str, params: Any, **options: Any) -> CompiledOptimizer:
 
     Args:
         name: one of :func:`list_optimizers`, in any case, with or without underscores, so a class's name too.
-        params: a module, whose parameters keep their names, or what the class takes.
+        params: a module, whose parameters keep their names, or any ``params`` of the class.
         **options: arguments of the class.
 
     Raises:
-        ValueError: no optimizer is called so, or an option is out of range.
+        ValueError: no optimizer has this name, or an option is out of range.
         TypeError: ``name`` is no string, or the class does not take an option.
     """
     kind = named(name)[1]
@@ -91,7 +91,7 @@ def list_optimizers(pattern: str = "*") -> list[str]:
         pattern: shell-style, such as ``"*adam*"``, in any case, with or without underscores.
 
     Returns:
-        The names that it matches, sorted.
+        The matching names, sorted.
 
     Raises:
         TypeError: ``pattern`` is no string.
@@ -109,12 +109,12 @@ def optimizer_info(name: str) -> OptimizerInfo:
         name: as for :func:`create`.
 
     Raises:
-        ValueError: no optimizer is called so.
+        ValueError: no optimizer has this name.
         TypeError: ``name`` is no string.
     """
     name, kind = named(name)
     doc = inspect.getdoc(kind) or ""
-    said = {**_explained(CompiledOptimizer), **_explained(kind)}
+    docs = {**_explained(CompiledOptimizer), **_explained(kind)}
     signature = inspect.signature(kind).parameters
     libraries = [("torch.optim", hasattr(torch.optim, kind.__name__)), ("optimi", kind.__name__ in COUNTERPARTS)]
     return OptimizerInfo(
@@ -123,7 +123,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
         doc.partition("\n")[0],
         tuple(dict.fromkeys(_SOURCES.findall(doc.partition("\nArgs:")[0]))),
         "closure" if not hasattr(kind, "_rule") else "sparse" if kind._gradients == "sparse" else kind._granularity,
-        tuple(Argument(p.name, p.default, said.get(p.name, "")) for p in signature.values() if p.name != "params"),
+        tuple(Argument(p.name, p.default, docs.get(p.name, "")) for p in signature.values() if p.name != "params"),
         tuple(kind._state_names()),
         _bytes_by_precision(kind),
         tuple(f"{library}.{kind.__name__}" for library, has_it in libraries if has_it and "." not in name),
@@ -131,7 +131,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
 
 
 def named(name: str) -> tuple[str, type[CompiledOptimizer]]:
-    """The full name and the class of the optimizer that is called ``name``; imports no other file."""
+    """Return the full name and the class of the optimizer that is called ``name``; import no other file."""
     if not isinstance(name, str):
         raise TypeError(f"the name of an optimizer must be a string, got {name!r}")
     for file in _files():
@@ -151,7 +151,7 @@ def _files() -> list[str]:
 
 
 def _in_file(file: str) -> Iterator[tuple[str, type[CompiledOptimizer]]]:
-    """The optimizers that one file of the package defines, by name: the file's, or the file's and the class's."""
+    """Yield the name and class of each optimizer in one file: the name is the file's, or the file's and the class's."""
     module = importlib.import_module(f"{optimizers.__name__}.{file}")
     for name, kind in vars(module).items():
         is_public = isinstance(kind, type) and issubclass(kind, CompiledOptimizer) and not name.startswith("_")
@@ -171,26 +171,26 @@ def _bytes_by_precision(kind: type[CompiledOptimizer]) -> dict[str, float]:
     for options in [
         {**mode, **state} for mode in [{}, *modes] for state in ([{}, {"state_dtype": INT8}] if modes else [{}])
     ]:
-        with contextlib.suppress(ValueError):  # nothing in its state can be of 8 bits
+        with contextlib.suppress(ValueError):  # none of its state can have 8 bits
             name = ", ".join(["bfloat16", *(f"{key}={value}" for key, value in options.items())])
             sizes[name] = _bytes(kind, torch.bfloat16, options)
     return sizes
 
 
 def _explained(kind: type[CompiledOptimizer]) -> dict[str, str]:
-    """By argument, what the docstring of ``kind`` says of it."""
+    """Return the texts in the docstring of ``kind`` about its arguments, by argument."""
     section = (inspect.getdoc(kind) or "").partition("Args:\n")[2]
     listed = re.findall(r"^    (\w[\w, ]*): (\S.*(?:\n     .*)*)", section.partition("\n\n")[0], re.MULTILINE)
-    return {name: " ".join(said.split()) for names, said in listed for name in names.split(", ")}
+    return {name: " ".join(text.split()) for names, text in listed for name in names.split(", ")}
 
 
 def _bytes(kind: type[CompiledOptimizer], dtype: torch.dtype, options: Mapping[str, Any]) -> float:
-    """The bytes of weight, gradient and state for each element of a matrix; ``ValueError`` where options do not fit."""
+    """Return the bytes of weight, gradient and state for each element of a matrix; ``ValueError`` if options do not fit."""
     declaration, param = kind._declaration, torch.empty(_SIDE, _SIDE, dtype=dtype, device="meta")
     for option in declaration.options:
         option.check(options.get(option.name, option.default))
     group = {f.name: f.default for of_kind in (Hyper, Static, Option) for f in kind._fields_of(of_kind)}
     group |= {**options, "params": [param]}
     form = StateForm.of_group(declaration, [group], 0, group)(0)  # type: ignore[list-item]
-    held = [math.prod(form.shape_of(b)) * form.dtype_of(b).itemsize for b in declaration.buffers if b.name in form.buffers]
-    return 2 * dtype.itemsize + sum(held) / param.numel()
+    sizes = [math.prod(form.shape_of(b)) * form.dtype_of(b).itemsize for b in declaration.buffers if b.name in form.buffers]
+    return 2 * dtype.itemsize + sum(sizes) / param.numel()

@@ -1,7 +1,7 @@
 """The optimizer of another library in the middle of training, continued by one of this package.
 
-A library's optimizer is packed as torch.optim would save it, translated to this package's names, and loaded. Nothing runs
-that it would run itself: no hook, no ``state_dict`` of its class.
+A library's optimizer is packed as torch.optim would save it, translated to this package's names, and loaded. None of its
+own code runs: no hook, no ``state_dict`` of its class.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from compiled_optim.switch.libraries import LIBRARIES, Kind, Packed
 
 
 def from_torch(optimizer: Optimizer, *, schedulers: Any = None, **options: Any) -> CompiledOptimizer:
-    """Make the optimizer of this package that goes on where ``optimizer`` is: ``opt = co.from_torch(opt)``.
+    """Make the optimizer of this package that continues from ``optimizer``: ``opt = co.from_torch(opt)``.
 
     ``optimizer`` may be of torch.optim, of optimi, or of bitsandbytes (Adam, AdamW, Lion, SGD, RMSprop and Adagrad), or a
     ``FusedAdam`` of apex or TransformerEngine. The new optimizer has its groups with all entries and names, copies of its
-    state, and its hooks. A number that is a tensor in its groups is this tensor in the new groups too. The old optimizer
-    does not change. Delete it: until then the state is there twice.
+    state, and its hooks. A number that is a tensor in its groups is the same tensor in the new groups. The old optimizer
+    does not change. Delete it: until then memory holds the state twice.
 
     State keeps its dtype, so averages in float32 of 16-bit parameters become ``state_dtype=torch.float32``. Averages in
-    bitsandbytes's 8 bits become ``state_dtype="int8"``, coded anew; pass ``state_dtype=torch.float32`` to keep their values.
-    Master weights become ``weights="master"``, and optimi's ``kahan_sum`` stays.
+    bitsandbytes's 8 bits become ``state_dtype="int8"``, quantized again; pass ``state_dtype=torch.float32`` to keep their
+    values. Master weights become ``weights="master"``, and optimi's ``kahan_sum`` is kept.
 
     Args:
         optimizer: the optimizer. A subclass may replace no method of its library's class but the constructor.
         schedulers: the scheduler that drives the old optimizer, or a list of all that do. They drive the new one from now
-            on: each attribute that is the old optimizer becomes the new one, in nested schedulers too. ``()`` leaves all as
-            they are. Schedulers that are not torch's are not missed if they are absent here.
+            on: each attribute that is the old optimizer becomes the new one, in nested schedulers too. ``()`` leaves all
+            unchanged. Schedulers that are not torch's are not detected if they are absent here.
         **options: arguments of the new optimizer that the groups do not have, such as ``weights``, ``state_dtype``,
             ``max_grad_norm`` and ``lowering``.
 
@@ -60,17 +60,17 @@ def from_torch(optimizer: Optimizer, *, schedulers: Any = None, **options: Any) 
         raise TypeError(f"from_torch takes an optimizer of another library, got {torch.typename(optimizer)}")
     library, source = _source(optimizer)
     with labeling(f"cannot switch from {library}.{source.__name__}"):
-        _check_as_made(optimizer, source)
+        _check_methods(optimizer, source)
         driving = _driving(optimizer, schedulers)
         kind, packed = LIBRARIES[library](optimizer, source, _packed(optimizer))
         *groups, defaults = packed["param_groups"]
         arguments = _arguments(kind, defaults, options)
-        given = []
+        new_groups = []
         for index, (group, old) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
             states = {param: packed["state"].get(key, {}) for param, key in zip(old["params"], group["params"], strict=True)}
             _keep_dtypes(kind, group, states, options)
-            given.append(_with_params(kind, group, old, index))
-        new = kind(given, **arguments)
+            new_groups.append(_with_params(kind, group, old, index))
+        new = kind(new_groups, **arguments)
         new.load_state_dict({**packed, "param_groups": groups}, hyperparameters="keep")
     keys = [key for group in groups for key in group["params"]]
     rounded = [
@@ -91,7 +91,7 @@ def from_torch(optimizer: Optimizer, *, schedulers: Any = None, **options: Any) 
 
 
 def _source(optimizer: Optimizer) -> tuple[str, type[Optimizer]]:
-    """The library that ``optimizer`` is from, and its class there; a subclass may be from elsewhere."""
+    """Return the library that ``optimizer`` is from, and its class there, also for a user's subclass of it."""
     for kind in type(optimizer).__mro__:
         for library in LIBRARIES:
             is_from_there = f"{kind.__module__}.".startswith(f"{library}.") or kind.__name__ == library
@@ -99,12 +99,12 @@ def _source(optimizer: Optimizer) -> tuple[str, type[Optimizer]]:
                 return library, kind
     inner = getattr(optimizer, "optimizer", None)
     hint = f"; pass its .optimizer, a {torch.typename(inner)}" if isinstance(inner, Optimizer) else ""
-    there = f"{', '.join(LIBRARIES)} are known{hint}"
-    raise ValueError(f"cannot switch from {torch.typename(optimizer)}: {there}")
+    known = f"{', '.join(LIBRARIES)} are known{hint}"
+    raise ValueError(f"cannot switch from {torch.typename(optimizer)}: {known}")
 
 
-def _check_as_made(optimizer: Optimizer, source: type[Optimizer]) -> None:
-    """Raise ``ValueError`` where ``optimizer`` does something else than its library's class ``source`` does."""
+def _check_methods(optimizer: Optimizer, source: type[Optimizer]) -> None:
+    """Raise ``ValueError`` if ``optimizer`` replaces a method of its library's class ``source``."""
     for owner in (optimizer, *type(optimizer).__mro__[: type(optimizer).__mro__.index(source)]):
         for name in [name for name in vars(owner) if callable(getattr(source, name, None)) and not name.startswith("__")]:
             if _unwrapped(getattr(owner, name)) is not _unwrapped(getattr(source, name)):
@@ -113,29 +113,29 @@ def _check_as_made(optimizer: Optimizer, source: type[Optimizer]) -> None:
 
 
 def _module_of(function: Any) -> str:
-    return str(getattr(function, "__globals__", {}).get("__name__", ""))  # which functools.wraps leaves alone
+    return str(getattr(function, "__globals__", {}).get("__name__", ""))  # not changed by functools.wraps
 
 
 def _unwrapped(function: Any) -> Any:
-    """What ``function`` is but for what torch wraps around every step, and schedulers around those of their optimizer."""
+    """Return ``function`` without the wrappers of torch around steps, and of schedulers around their optimizer's."""
     return inspect.unwrap(function, stop=lambda f: not _module_of(f).startswith("torch."))
 
 
 def _driving(optimizer: Optimizer, schedulers: Any) -> list[Any]:
-    """The ``schedulers``, and those in them; ``ValueError`` where one does not drive ``optimizer``, or one is absent."""
+    """Return the ``schedulers`` and those in them; ``ValueError`` if one does not drive ``optimizer`` or one is missing."""
     listed = [] if schedulers is None else [*schedulers] if isinstance(schedulers, Iterable) else [schedulers]
     for scheduler in listed:
         if getattr(scheduler, "optimizer", None) is not optimizer:
             raise ValueError(f"schedulers: the {type(scheduler).__name__} does not drive it")
-    found = [inner for scheduler in listed for inner in _with_inner(scheduler)]
+    driving = [inner for scheduler in listed for inner in _with_inner(scheduler)]
     if schedulers is None or listed:
-        gc.collect()  # a scheduler may refer to itself, and be there without a user
-        if others := _others(optimizer, found):
+        gc.collect()  # a scheduler may refer to itself, and so survive its last use
+        if others := _others(optimizer, driving):
             inner = [id(each) for other in others for each in [*_with_inner(other)][1:]]
             names = " and ".join(type(other).__name__ for other in others if id(other) not in inner)
             advice = "list all in schedulers=[...] to let them drive the new one, or pass schedulers=() to leave them"
             raise ValueError(f"it is driven by {names}: {advice}")
-    return found
+    return driving
 
 
 def _with_inner(scheduler: Any) -> Iterator[Any]:
@@ -147,7 +147,7 @@ def _with_inner(scheduler: Any) -> Iterator[Any]:
 
 
 def _others(optimizer: Optimizer, known: Sequence[Any]) -> list[LRScheduler]:
-    """The schedulers of torch that drive ``optimizer`` and are not ``known``. An optimizer does not know them."""
+    """Return torch's schedulers that drive ``optimizer`` and are not ``known``. An optimizer has no reference to them."""
     ids = {id(scheduler) for scheduler in known}
     every = [each for each in gc.get_objects() if issubclass(type(each), LRScheduler)]
     return [each for each in every if getattr(each, "optimizer", None) is optimizer and id(each) not in ids]
@@ -166,7 +166,7 @@ def _packed(optimizer: Optimizer) -> Packed:
 
 
 def _arguments(kind: Kind, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of the constructor; an error where ``options`` repeat what the groups have, or a default has no counterpart."""
+    """Return the constructor's arguments; raise if ``options`` repeat those of groups, or a default has no counterpart."""
     accepted, known = inspect.signature(kind).parameters, {*group_keys(kind), "params"}
     for name, value in defaults.items():
         if name not in known and name not in accepted and value not in (None, False):
@@ -192,16 +192,16 @@ def _keep_dtypes(kind: Kind, group: dict[str, Any], states: Mapping[Tensor, Any]
 
 
 def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """``group`` with the tensors of the ``old`` one, their names, and copies of all that is no number of ``kind``."""
+    """Return ``group`` with the tensors and names of the ``old`` one, and copies of all but hyperparameters."""
     names, numbers = group.get("param_names"), {hyper.name for hyper in kind._fields_of(Hyper)}
     params = old["params"] if names is None else [*zip(names, old["params"], strict=True)]
     entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     for key, value in foreign_options([entries]).items():
         raise ValueError(f"{key}={value!r} of param_groups[{index}] has no counterpart in {kind.__name__}")
-    for made in [static for static in kind._fields_of(Static) if not static.init]:
-        if entries.get(made.name, made.default) != made.default:
+    for field in [static for static in kind._fields_of(Static) if not static.init]:
+        if entries.get(field.name, field.default) != field.default:
             raise ValueError(
-                f"{made.name} of param_groups[{index}] is {entries[made.name]!r}, and {made.default} in {kind.__name__}"
+                f"{field.name} of param_groups[{index}] is {entries[field.name]!r}, and {field.default} in {kind.__name__}"
             )
     entries |= {key: copied(entries[key], f"{key} of param_groups[{index}]") for key in entries.keys() - numbers}
     return {**entries, "params": params}

@@ -33,7 +33,7 @@ def _of_optimi(optimizer: Any, source: type[Optimizer], packed: Packed) -> tuple
 
 
 def _of_fused_adam(optimizer: Any, source: type[Optimizer], packed: Packed) -> tuple[Kind, Packed]:
-    """As apex has it: steps are counted per group, and bias corrections are an option."""
+    """Translate the layout of apex: steps are counted per group, and bias corrections are an option."""
     if (decays_weights := getattr(optimizer, "adam_w_mode", None)) is None:
         raise ValueError("it has no adam_w_mode, as apex's has, which says what weight_decay means")
     state = dict(packed["state"])
@@ -44,7 +44,7 @@ def _of_fused_adam(optimizer: Any, source: type[Optimizer], packed: Packed) -> t
         state |= {key: {"step": step, **state[key]} for key in group["params"] if state.get(key)}
     has_masters = any(getattr(optimizer, name, False) for name in ("master_weights", "use_master"))
     if has_masters and not any("master_param" in entries for entries in state.values()):
-        raise ValueError("its master weights are not in its state, where a master_param would be taken")
+        raise ValueError("its master weights are not in its state as master_param")
     return named("adamw" if decays_weights else "adam")[1], {**packed, "state": state}
 
 
@@ -55,9 +55,9 @@ _BITSANDBYTES: dict[str, tuple[str, tuple[str, ...], Callable[[Mapping[str, Any]
     "rmsprop": ("rmsprop", ("square_avg",), lambda group: {"alpha": group["betas"][0], "eps": group["eps"]}),
     "adagrad": ("adagrad", ("sum",), lambda group: {"eps": group["eps"]}),
 }
-"""By bitsandbytes's name of a kernel: the optimizer with this rule, what ``state1`` and ``state2`` are, and its numbers.
+"""By bitsandbytes's name of a kernel: the optimizer with this rule, the names of ``state1`` and ``state2``, and its numbers.
 
-The kernel of its two optimizers with ``betas`` and ``eps`` decays weights apart from the gradient. No kernel reads
+The kernel of its two optimizers with ``betas`` and ``eps`` has decoupled weight decay. No kernel reads
 ``dampening``, ``nesterov``, or a ``momentum`` beside ``alpha``: such arguments of its classes have no effect.
 """
 _BLOCK = 256  # elements with one scale
@@ -73,13 +73,13 @@ def _of_bitsandbytes(optimizer: Any, source: type[Optimizer], packed: Packed) ->
     kind, foreign, groups, state = named(name)[1], {*optimizer.defaults}, [], dict(packed["state"])
     fields = {buffer.name: buffer for buffer in kind._declaration.buffers}
     for index, group in enumerate(packed["param_groups"]):
-        kept = {key: value for key, value in group.items() if key not in foreign or key in ("lr", "weight_decay")}
-        groups.append({**kept, **numbers(group)})
+        shared = {key: value for key, value in group.items() if key not in foreign or key in ("lr", "weight_decay")}
+        groups.append({**shared, **numbers(group)})
         sizes = []
-        for place, key in enumerate(group["params"]):
-            where = f"'{parameter_name(group, index, place)}'"
-            param, overrides = optimizer.param_groups[index]["params"][place], optimizer.mng
-            override = {**overrides.index2config.get((index, place), {}), **overrides.pid2config.get(id(param), {})}
+        for i, key in enumerate(group["params"]):
+            where = f"'{parameter_name(group, index, i)}'"
+            param, overrides = optimizer.param_groups[index]["params"][i], optimizer.mng
+            override = {**overrides.index2config.get((index, i), {}), **overrides.pid2config.get(id(param), {})}
             if chosen := [field for field in override if field not in ("optim_bits", "min_8bit_size")]:
                 raise ValueError(f"{chosen[0]}={override[chosen[0]]!r} for {where} alone has no counterpart")
             if old := state.get(key):
@@ -94,7 +94,7 @@ def _of_bitsandbytes(optimizer: Any, source: type[Optimizer], packed: Packed) ->
 
 
 def _decoded(entries: Mapping[str, Any], number: int, where: str) -> Tensor:
-    """``state1`` or ``state2`` of a parameter, which is called ``where``, in floating point."""
+    """Return ``state1`` or ``state2`` of a parameter, which is called ``where``, in floating point."""
     stored: Tensor = entries[f"state{number}"]
     if stored.dtype != torch.uint8:
         return stored
@@ -112,4 +112,4 @@ LIBRARIES: dict[str, Callable[[Any, type[Optimizer], Packed], tuple[Kind, Packed
     "bitsandbytes.optim": _of_bitsandbytes,
     "FusedAdam": _of_fused_adam,
 }
-"""By the package that a class is from, or by its name: what translates an optimizer."""
+"""The functions that translate an optimizer, by the package of its class or by the name of the class."""

@@ -169,7 +169,7 @@ def test_an_option_that_decides_which_buffers_exist_is_refused(kind: Any, name: 
         steps(saver, source, range(1, 3))
     steps(loader, target, range(1, 2))
     before = copy.deepcopy(loader.state_dict())
-    with pytest.raises(ValueError, match=rf"param_groups\[0\]: {name}, which decides which state there is, is {not back}"):
+    with pytest.raises(ValueError, match=rf"param_groups\[0\]: {name}, which decides which buffers exist, is {not back}"):
         loader.load_state_dict(copy.deepcopy(saver.state_dict()))
     assert str(loader.state_dict()) == str(before)
     report = loader.load_state_dict(copy.deepcopy(saver.state_dict()), strict=False)

@@ -364,7 +364,7 @@ class TestWhatOthersKeep:
     def test_is_refused_where_it_has_no_place(self, form: str, tmp_path: Path) -> None:
         saved = _adamw()
         saved["state"]["ema_step"] = 3
-        with _refused(tmp_path, f"the state holds 'ema_step', .* has no place in {form}"):
+        with _refused(tmp_path, f"the state holds 'ema_step', .* has no counterpart in {form}"):
             files.write(saved, tmp_path / _name(form), form)
 
     @pytest.mark.parametrize(("key", "form"), [("fc.bias", "named"), (1, "compiled_optim")])

@@ -212,9 +212,9 @@ def test_which_plans_loops_serve(
 def test_shards_go_another_way(one_process: None) -> None:
     param = nn.Parameter(distribute_tensor(torch.randn(24, 40), init_device_mesh("cpu", (1,)), [Shard(0)]))
     (lowering,) = engine_of(co.Muon([("w", param)])).step.lowerings
-    assert looped.refusal_where_they_are(lowering.plan) == ""
+    assert looped.refusal_in_place(lowering.plan) == ""
     (lowering,) = engine_of(co.Muon([("w", nn.Parameter(torch.randn(24, 40)))])).step.lowerings
-    assert looped.refusal_where_they_are(lowering.plan) is None
+    assert looped.refusal_in_place(lowering.plan) is None
 
 
 def _products(recorder: Record) -> int:
@@ -353,7 +353,7 @@ def test_loops_compile_without_spills_and_with_wide_accesses(
             continue
         arrays = {name: source.dtypes[name] for name in (*loop.loads, *loop.results) if name in source.update.inputs}
         per_thread = 16 if len(arrays) < 4 and all(d.is_floating_point for d in arrays.values()) else 8
-        for way, names in {"ld": loop.loads, "st": [*loop.kept, *loop.results]}.items():
+        for way, names in {"ld": loop.loads, "st": [*loop.outputs, *loop.results]}.items():
             sizes = [source.dtypes[n].itemsize for n in names if source.axes_of(n) == loop.axes]
             least = 16 if 1 not in sizes else 4
             wide = [a for a in found.full_path if a.elementwise and a.kind == way and a.bytes >= least]

@@ -94,7 +94,7 @@ def each_is_updated_once_with_two_collectives(directory: Path) -> None:
         optimizer.step()
     (lowering,) = engine_of(optimizer).step.lowerings
     assert len(calls) == 2 * len(lowering.stacks) == 2 * len(set(SHAPES))
-    own = torch.tensor(sum(len(stack.owners.own) for stack in lowering.stacks))
+    own = torch.tensor(sum(len(stack.owners.owned) for stack in lowering.stacks))
     most = own.clone()
     dist.all_reduce(own)
     dist.all_reduce(most, dist.ReduceOp.MAX)

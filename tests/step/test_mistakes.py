@@ -128,7 +128,7 @@ MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ),
         ValueError,
         "the checkpoint does not match the optimizer, as strict=True demands (AdamW); mismatched: w: the checkpoint has no "
-        "max_exp_avg_sq for it, param_groups[0]: amsgrad, which decides which state there is, is False in the checkpoint",
+        "max_exp_avg_sq for it, param_groups[0]: amsgrad, which decides which buffers exist, is False in the checkpoint",
     ),
     "a parameter without a name": (
         lambda: co.AdamW([nn.Parameter(torch.ones(2)) * 2]),

@@ -106,7 +106,7 @@ def main() -> None:
     convert_bfloat16()
     leave_undefined()
     multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
-    choice.LOOPED["cpu"] = looped.refusal_where_they_are, looped.KernelStackLowering
+    choice.LOOPED["cpu"] = looped.refusal_in_place, looped.KernelStackLowering
     found = {}
     multiplications: list[Any] = []
 

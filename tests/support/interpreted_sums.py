@@ -82,7 +82,7 @@ def of_matrix(x: Tensor, *, moved: bool) -> float:
 def main() -> None:
     install()
     multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
-    choice.LOOPED["cpu"] = looped.refusal_where_they_are, looped.KernelStackLowering
+    choice.LOOPED["cpu"] = looped.refusal_in_place, looped.KernelStackLowering
     found = {}
     for kind in ("plain", "wide", "huge", "tiny"):
         for dtype in (torch.float32, torch.float64):

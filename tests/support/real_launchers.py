@@ -233,7 +233,7 @@ def found_in(case: str) -> dict[str, Any]:
 def main() -> None:
     storage.MINIMUM = 64
     multi_tensor.BACKENDS["cpu"] = lowering.TritonKernel
-    choice.LOOPED["cpu"] = looped.refusal_where_they_are, looped.KernelStackLowering
+    choice.LOOPED["cpu"] = looped.refusal_in_place, looped.KernelStackLowering
     triton_stacks.tiling_of = lambda device: symmetric.TILINGS[9, 0]
     for module in (lowering, triton_stacks, symmetric):
         module.launcher = both_ways(module.launcher)

@@ -1,7 +1,7 @@
 """A rule as C++: a kernel evaluates the coefficients of all parameters and updates all tensors in a single call.
 
-The C++ compiler vectorizes what the rule's two functions wrote down. Nothing of torch is included, so a kernel compiles in
-less than a second, and it is cached on disk for the next process.
+The C++ compiler vectorizes the statements that the rule's two functions recorded. No header of torch is included, so a
+kernel compiles in less than a second. It is cached on disk for the next process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect, Kind, Statement
 
 WORDS = Path(__file__).with_name("words.h").read_text(encoding="utf-8")
-"""The vocabulary of rules, the numbers of 16 bits that C++ lacks, and what is the same in all kernels."""
+"""C++ text that all kernels share: the vocabulary of rules, and the 16-bit floating-point types that C++ lacks."""
 
 BLOCK = 8192  # elements that one thread updates at a time
 SERIAL = 32768  # elements below which waking other threads costs more than they save
@@ -53,7 +53,7 @@ INDEPENDENT = "#pragma GCC ivdep"
 
 
 def source(key: KernelKey) -> str:
-    """The C++ text of the kernel for one key; its entry points are those that a kernel launches."""
+    """Return the C++ text of the kernel for one key; it exports the functions that a :class:`CppKernel` launches."""
     text = WORDS + _EVALUATION.format(**evaluation(key, DIALECT, _ACCESSES, "  "))
     if key.rule.granularity != "element":
         return text
@@ -62,7 +62,7 @@ def source(key: KernelKey) -> str:
 
 
 class _Store(NamedTuple):
-    """A statement that stores an ``expression``, as the ``text`` says, or by its ``bits`` where ``array`` is of pairs."""
+    """A store of ``expression``: the C++ statement ``text``, or the ``bits`` to store where elements come in pairs."""
 
     expression: str
     text: str
@@ -71,14 +71,14 @@ class _Store(NamedTuple):
 
 
 class _Pair(NamedTuple):
-    """How two elements lie in one word: its C++ type, what makes each element of it, and it of the bits of both."""
+    """Two elements packed in one word: its C++ type, the format that unpacks each, and the one that packs both."""
 
     word: str
     elements: tuple[str, str]
     both: str
 
 
-# Elements of 16 bits are updated two at a time, in lanes of 32 bits that nothing has to shuffle.
+# Elements of 16 or 8 bits are updated two at a time, in lanes of 32 bits, so that no shuffle is needed.
 _PAIRS = {
     torch.bfloat16: _Pair("pair32", ("from_bits({} << 16)", "from_bits({} & 0xffff0000)"), "({} >> 16) | ({} & 0xffff0000)"),
     torch.float16: _Pair("pair32", ("float16::value({} & 0xffff)", "float16::value({} >> 16)"), "{} | ({} << 16)"),
@@ -86,7 +86,7 @@ _PAIRS = {
     torch.int8: _Pair("pair16", ("shift_right_({} << 24, 24)", "shift_right_({} << 16, 24)"), "({} & 0xff) | ({} << 8)"),
     torch.uint8: _Pair("pair16", ("({} & 0xff)", "({} >> 8)"), "({} & 0xff) | ({} << 8)"),
 }
-_TILE = 512  # elements whose bytes are made words, and are made of words, by loops of their own: gcc widens those well
+_TILE = 512  # elements whose bytes are unpacked to words and packed again in separate loops, which gcc widens well
 _GROUPS = _TILE // GROUP  # of elements whose scales are computed at once
 
 
@@ -103,18 +103,18 @@ def _update(program: Program) -> str:
 
 
 def _store(array: Array, value: str, above: str | None) -> _Store:
-    """The statement that stores ``value`` in ``array``, or the upper half of the bits ``above``, which need no rounding."""
+    """Return the store of ``value`` in ``array``, or of the upper half of the bits ``above``, which need no rounding."""
     kind = STORAGE[array.dtype]
     bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
     if above is not None:
         value, kind, bits = above, "bfloat16::of_bits", above
-    return _Store(value, f"{_place(array)} = {kind}({value});", array, bits)
+    return _Store(value, f"{_location(array)} = {kind}({value});", array, bits)
 
 
 def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
-    """The function ``name``, which runs the statements ``written`` for the elements of each block, and then ``stores``.
+    """Return the C++ function ``name``: for the elements of each block, it runs ``written``, then ``stores``.
 
-    ``totals`` are the variables to which that adds.
+    ``totals`` are the variables in which it adds up sums.
     """
     pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else INDEPENDENT
     elements = [a for a in program.arrays if not a.grouped]
@@ -149,13 +149,13 @@ def _pointer(array: Array) -> str:
 
 
 def _definition(array: Array, value: str) -> str:
-    """The statement that defines an element, or the number of a group of elements, as a ``value``."""
+    """Return the statement that sets the variable of an element, or of a group's number, to ``value``."""
     if array.is_int:
         return f"const uint32_t {array.element} = uint32_t(int32_t({value}));"
     return f"const T {array.element} = {'factor * ' if array.row is None else ''}T({value});"
 
 
-def _place(array: Array) -> str:
+def _location(array: Array) -> str:
     return f"{array.address}[{'g' if array.grouped else 'i'}]"
 
 
@@ -164,14 +164,14 @@ def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
 
 
 def _singly(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_Store]) -> list[str]:
-    """What an iteration of a loop does: it loads element ``i`` of ``arrays``, runs ``lines``, and stores."""
+    """Return a loop body that loads element ``i`` of ``arrays``, runs ``lines``, and stores."""
     index = [f"const uint32_t {INDEX} = uint32_t(start + i);"] if reads_index else []
-    loads = [_definition(a, _place(a)) for a in arrays]
+    loads = [_definition(a, _location(a)) for a in arrays]
     return [*index, *loads, *(line.replace("@", "") for line in lines), *(s.text for s in stores)]
 
 
 def _in_pairs(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_Store]) -> list[str]:
-    """The same for both elements of pair ``i`` of the tile that begins at element ``from``; @ stands for 0 and for 1."""
+    """Return a loop body for both elements of pair ``i`` in the tile at element ``from``; @ in a line becomes 0 and 1."""
     body = [f"const uint32_t {a.element}_word = {_word(a).replace('<', '<const ')};" for a in arrays]
     body += [f"uint32_t stored{n}_0, stored{n}_1;" for n in range(len(stores))]
     for lane in (0, 1):
@@ -186,13 +186,13 @@ def _in_pairs(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], 
 
 
 def _word(array: Array) -> str:
-    """Where both elements of pair ``i`` are."""
+    """Return the expression of the word that has both elements of pair ``i``."""
     word = _PAIRS[array.dtype].word
     return f"{array.address}_words[i]" if word == "pair16" else f"reinterpret_cast<{word}*>({array.address} + from)[i]"
 
 
 def _tile(arrays: Sequence[Array], body: Sequence[str]) -> list[str]:
-    """``body``, for a tile of so many ``pairs``, between loops that make words of bytes and bytes of words."""
+    """Return ``body`` for a tile of ``pairs`` between a loop that unpacks bytes to words and one that packs them again."""
     of_bytes = [a.address for a in arrays if _PAIRS[a.dtype].word == "pair16"]
     words = {address: f"reinterpret_cast<pair16*>({address} + from)[i]" for address in of_bytes}
     return [
@@ -204,7 +204,7 @@ def _tile(arrays: Sequence[Array], body: Sequence[str]) -> list[str]:
 
 
 def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence[_Store], last: Sequence[str]) -> list[str]:
-    """Loops over pairs of elements; the ``last`` one of an odd number is updated by itself."""
+    """Return a loop over pairs of elements, and the body ``last`` for the odd element at the end."""
     body = _in_pairs(arrays, written.reads_index, written.lines, stores)
     tile = [
         f"const int64_t pairs = (size - from < {_TILE} ? size - from : {_TILE}) / 2;",
@@ -219,10 +219,10 @@ def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence
 def _loop_over_groups(
     arrays: Sequence[Array], written: Written, stores: Sequence[_Store], pragma: str, *, is_paired: bool
 ) -> list[str]:
-    """Two loops over the elements of some groups: one until their largest values are known, and one from there on.
+    """Return two loops over the elements of some groups: the first finds the largest value of each group.
 
-    Between them one loop over the groups computes their scales, several in one instruction. Statements that need these are
-    in the second loop. It reads results of the first loop from the stack.
+    Between them, a loop over the groups computes their scales, several in one instruction. The statements that need the
+    scales are in the second loop, which reads results of the first from the stack.
     """
     elements, numbers = ([a for a in arrays if a.grouped == grouped] for grouped in (False, True))
     kinds = {INDEX: Kind(is_int=True), **{a.element: Kind(a.is_int, a.grouped) for a in arrays}}
@@ -236,19 +236,19 @@ def _loop_over_groups(
     first = _needed(of_elements, {s.reads[0] for s in largest} | {s.expression for s in soon})
     second = [s for s in _needed(of_elements, {s.expression for s in late}) if s not in first]
     read = {name for s in second for name in s.reads}.union(s.expression for s in late).difference(s.name for s in second)
-    # Computed again and not kept: all that it reads is kept anyway.
+    # Recomputed rather than stored: its inputs are stored anyway.
     again = [s for s in first if s.name in read and read.issuperset(kinds.keys() & s.reads)]
     read.difference_update(s.name for s in again)
     types = {name: "uint32_t" if kind.is_int else "T" for name, kind in kinds.items() if name in read}
     scales = {name: types.pop(name) for name in [*types] if kinds[name].per_group}
-    singles = [_definition(a, _place(a)) for a in numbers]
-    beginning = [
+    singles = [_definition(a, _location(a)) for a in numbers]
+    first_lines = [
         *(s.text for s in first),
         *(f"{name}_of@[i - origin] = {name};" for name in types),
         *(f"{s.name}_most = {s.reads[0]} > {s.name}_most ? {s.reads[0]} : {s.name}_most;" for s in largest),
     ]
-    rest = [f"const {kind} {name} = {name}_of@[i - origin];" for name, kind in types.items()]
-    rest += [s.text for s in (*again, *second)]
+    second_lines = [f"const {kind} {name} = {name}_of@[i - origin];" for name, kind in types.items()]
+    second_lines += [s.text for s in (*again, *second)]
 
     def update(of_pairs: bool) -> list[str]:
         body, lanes, step = (_in_pairs, "01", GROUP // 2) if of_pairs else (_singly, [""], GROUP)
@@ -263,7 +263,7 @@ def _loop_over_groups(
                 *singles,
                 *(s.text for s in of_groups if not s.kind.after_reduce),
                 *(f"uint32_t {s.name}_most = 0;" for s in largest),
-                *_loop(pragma, "begin", "end", body(elements, written.reads_index, beginning, soon)),
+                *_loop(pragma, "begin", "end", body(elements, written.reads_index, first_lines, soon)),
                 *(f"{s.name}_of[g - first] = {s.name}_most;" for s in largest),
             ),
             *_over_groups(
@@ -278,7 +278,7 @@ def _loop_over_groups(
                 "",
                 begin,
                 *(f"const {kind} {name} = {name}_of[g - first];" for name, kind in scales.items()),
-                *_loop(INDEPENDENT, "begin", "end", body([], False, rest, late)),
+                *_loop(INDEPENDENT, "begin", "end", body([], False, second_lines, late)),
             ),
         ]
         origin = f"const int64_t from = first * {GROUP}, origin = {'0' if of_pairs else 'from'};"
@@ -289,13 +289,13 @@ def _loop_over_groups(
         head = f"const auto {name} = [&](const int64_t first, const int64_t last, const auto group_size)"
         return [f"{head} __attribute__((always_inline)) {{", *(f"  {line}" for line in update(of_pairs)), "};"]
 
-    whole = "update_pairs" if is_paired else "update_groups"
+    update_tile = "update_pairs" if is_paired else "update_groups"
     return [
-        *(function(whole, True) if is_paired else []),
+        *(function(update_tile, True) if is_paired else []),
         *function("update_groups", False),
         f"const int64_t full = size / {GROUP};",
         f"for (int64_t first = 0; first < full; first += {_GROUPS})",
-        f"  {whole}(first, first + {_GROUPS} < full ? first + {_GROUPS} : full, Known<{GROUP // (1 + is_paired)}>());",
+        f"  {update_tile}(first, first + {_GROUPS} < full ? first + {_GROUPS} : full, Known<{GROUP // (1 + is_paired)}>());",
         f"if (size % {GROUP}) update_groups(full, full + 1, size % {GROUP});",
     ]
 
@@ -305,13 +305,13 @@ def _over_groups(pragma: str, *body: str) -> list[str]:
 
 
 def _needed(statements: Sequence[Statement], names: set[str]) -> list[Statement]:
-    """Those of ``statements`` that define ``names``, and what these read."""
-    needed, found = set(names), []
+    """Return the ``statements`` that define ``names``, and those whose results they read."""
+    needed, matches = set(names), []
     for statement in reversed(statements):
         if statement.name in needed:
             needed |= {*statement.reads}
-            found.append(statement)
-    return found[::-1]
+            matches.append(statement)
+    return matches[::-1]
 
 
 _EACH_BLOCK = """
@@ -391,14 +391,14 @@ OURS void step(const int64_t* inputs, const int64_t* marks, const int64_t* hyper
 
 
 class CppKernel(Kernel):
-    """The compiled kernel of one key, on the CPU; its threads are those of ``torch.set_num_threads``.
+    """The compiled kernel of one key on the CPU. It runs on ``torch.get_num_threads()`` threads.
 
     Raises:
         CompilerError: it cannot be compiled or loaded on this machine.
     """
 
     block = reduce_block = BLOCK
-    most_sums = sys.maxsize  # one per block, so that their order does not depend on the threads
+    most_sums = sys.maxsize  # one per block, so that the order of addition does not depend on the threads
 
     def __init__(self, key: KernelKey) -> None:
         super().__init__(key)
@@ -414,7 +414,7 @@ class CppKernel(Kernel):
             tables = *tables, table.tensors, table.grads, table.blocks
             return (len(table.blocks),), table.elements, tables, (*counts, table.grads.numel())
 
-        sums = coefficients.all_square_sums  # others once a norm is measured; nobody then clears a RowBatch's launches
+        sums = coefficients.all_square_sums  # replaced when a norm is measured, without clearing a RowBatch's launches
         self._launch("step", table, arguments, id(sums))
 
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:

@@ -25,11 +25,11 @@ from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.tensor_program import TensorOp, TensorProgram
 
 PHASES = Path(__file__).with_name("phases.h").read_text(encoding="utf-8")
-"""What is the same in all functions."""
+"""C++ text that all functions share."""
 
 _CHUNK, _MOST_CHUNKS = 32768, 64  # elements of a tensor that one thread takes at a time; the most of these chunks
-_WHOLE = 4 * _CHUNK  # elements below which one thread updates a whole tensor, which stays in its caches
-_KEPT = 1 << 26  # the most bytes that a thread keeps from one update to the next
+_WHOLE = 4 * _CHUNK  # elements below which one thread updates a whole tensor, so that it stays in the thread's caches
+_KEPT = 1 << 26  # the most bytes of memory that a thread keeps between updates
 _LINE = 64  # bytes of a cache line, at which tensors begin
 
 # Where the processor multiplies bfloat16 numbers only one by one, they are multiplied as float32, and products are rounded.
@@ -37,16 +37,16 @@ _HALF = torch.bfloat16 if "bf16" in processor() else torch.float32
 
 _VALUE = r"(?<![a-z0-9])e\d+"  # the name of a value, also behind an underscore
 
-GIVEN = ("coefficients", "outcome", "index", "params", "grads")
-"""What the functions of all rules take first: a matrix of coefficients and the outcome of the step, as in a coefficient
-table; for each tensor of the stack, its column there and the address of its parameter; and by column, of the gradient."""
+FIRST_ARRAYS = ("coefficients", "outcome", "index", "params", "grads")
+"""The first arrays of every function: the coefficients and the outcome of a coefficient table; for each tensor of the stack,
+its column there and the address of its parameter; for each column, the address of the gradient."""
 
 
 class Part(NamedTuple):
-    """Loops between two products: a C++ function ``name``, whose text the caller has.
+    """The loops between two products, as one C++ function, called ``name``.
 
-    It takes the addresses of ``arrays``, which begin with :data:`GIVEN`, and ``sizes``: letters of axes, and what
-    :class:`StackSource` says of loops and sums.
+    It takes the addresses of ``arrays``, which begin with :data:`FIRST_ARRAYS`, and ``sizes``: of axes, by
+    letter, and those of loops and sums that :class:`StackSource` names.
     """
 
     name: str
@@ -57,8 +57,8 @@ class Part(NamedTuple):
 class StackSource(Schedule):
     """The C++ text of the update of tensors of one shape, which is the same for most other shapes.
 
-    Its ``parts`` are functions and the products between them. A tensor is cut in ``loop0.chunks``, or so, along
-    ``loop0.axis``. A sum over this axis has that many partial ones, else one.
+    Its ``parts`` are functions and the products between them. Each loop, such as ``loop0``, cuts a tensor into
+    ``loop0.chunks`` along ``loop0.axis``. A sum over this axis has one partial sum for each chunk, any other has one.
     """
 
     _division = "/"
@@ -67,14 +67,14 @@ class StackSource(Schedule):
     def __init__(self, key: KernelKey, update: TensorProgram, half: torch.dtype) -> None:
         super().__init__(key, update, half)
         self.parts: list[Part | TensorOp] = []
-        texts: dict[str, str] = {}  # of functions, but for their names, which are the values
-        for is_op, found in itertools.groupby(self.events, lambda event: isinstance(event, TensorOp)):
+        texts: dict[str, str] = {}  # names of functions, by text without the name
+        for is_op, group in itertools.groupby(self.events, lambda event: isinstance(event, TensorOp)):
             if is_op:
-                self.parts += [event for event in found if isinstance(event, TensorOp)]
+                self.parts += [event for event in group if isinstance(event, TensorOp)]
                 continue
-            self._arrays = {name: place for place, name in enumerate(GIVEN)}  # the part's own, by name
-            self._sizes = {name: place for place, name in enumerate((*update.letters, "alone"))}
-            phases = [indented(self._phase(loop), "      ") for loop in found if isinstance(loop, Loop)]
+            self._arrays = {name: i for i, name in enumerate(FIRST_ARRAYS)}  # indices in the part's arrays, by name
+            self._sizes = {name: i for i, name in enumerate((*update.letters, "alone"))}
+            phases = [indented(self._phase(loop), "      ") for loop in group if isinstance(loop, Loop)]
             text = _PART.format(
                 compute=STORAGE[compute_dtype(key.dtypes[0])],
                 sizes="".join(f"\n  const int64_t size_{letter} = sizes[{i}];" for i, letter in enumerate(update.letters)),
@@ -102,7 +102,7 @@ class StackSource(Schedule):
             lines[bool(op.axes[inner])].append(f"const auto {op.name} = {op.expression};")
         stores = loop.stores.items()
         lines[True] += [f"{self._element(to, loop)} = {STORAGE[self.dtypes[to]]}({value});" for to, value in stores]
-        totals: dict[str, str] = {}  # what is added up in a variable before it goes to memory
+        totals: dict[str, str] = {}  # variables that add up sums before these are stored
         begin, end = [], []
         for name, op in loop.sums.items():
             copies, count = self._extent(name), numel(op.axes)
@@ -119,7 +119,7 @@ class StackSource(Schedule):
         reductions = "".join(f" reduction({sign} : {t})" for sign, t in zip(signs, totals.values(), strict=True))
         body = [f"{STORAGE[self.dtypes[name]]} {total} = 0;" for name, total in totals.items()]
         body += [f"#pragma omp simd{reductions}" if totals else INDEPENDENT, *_each(inner, lines[True])]
-        body += [f"{place} = with({place}, {t});" for n, t in totals.items() for place in [self._element(n, loop)]]
+        body += [f"{element} = with({element}, {t});" for n, t in totals.items() for element in [self._element(n, loop)]]
         if "max" in signs:  # group by group
             i, end_of_group = f"i{inner}", f"end_of<{GROUP}>(i{inner}, last)"
             body = [f"const Range range{inner} = {{{i}, {end_of_group}}};", *body]
@@ -136,12 +136,12 @@ class StackSource(Schedule):
         return f"sizes[{self._sizes.setdefault(name, len(self._sizes))}]"
 
     def _start(self, name: str) -> str:
-        place = self._arrays.setdefault(name, len(self._arrays))
-        return f"start<{STORAGE[self.dtypes[name]]}>(arrays[{place}])"
+        index = self._arrays.setdefault(name, len(self._arrays))
+        return f"start<{STORAGE[self.dtypes[name]]}>(arrays[{index}])"
 
-    def _pointer(self, name: str, place: str = "t") -> str:
-        kind, found = STORAGE[self.dtypes[name]], {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
-        where = f"start<{kind}>({found})" if found else f"{self._start(name)} + {place} * {numel(self.axes_of(name))}"
+    def _pointer(self, name: str, index: str = "t") -> str:
+        kind, address = STORAGE[self.dtypes[name]], {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
+        where = f"start<{kind}>({address})" if address else f"{self._start(name)} + {index} * {numel(self.axes_of(name))}"
         return f"{kind}* __restrict at_{name} = {where};"
 
     def _element(self, name: str, loop: Loop) -> str:
@@ -149,13 +149,13 @@ class StackSource(Schedule):
 
 
 def _renamed(text: str) -> str:
-    """``text`` with its values numbered as they come, so that functions which differ in names only are equal."""
+    """Return ``text`` with its values numbered in order, so that functions that differ in names only are equal."""
     names = {name: f"e{i}" for i, name in enumerate(dict.fromkeys(re.findall(_VALUE, text)))}
-    return re.sub(_VALUE, lambda found: names[found[0]], text)
+    return re.sub(_VALUE, lambda match: names[match[0]], text)
 
 
 def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
-    """The source for a ``shape``, as of :func:`source_of`."""
+    """Return the source for a ``shape``; see :func:`source_of`."""
     return source_of(StackSource, key, shape, DIALECT, _HALF)
 
 
@@ -185,7 +185,7 @@ class StackLoops:
     """The update of stacks of one shape.
 
     Attributes:
-        places: of each tensor that only an update needs, its first byte, shape and dtype in the memory for all of them.
+        temporaries: for each temporary tensor, its byte offset in the memory of all of them, its shape and its dtype.
         bytes: the size of that memory.
     """
 
@@ -206,72 +206,72 @@ class StackLoops:
             axis = sizes[f"{loop.name}.axis"]
             is_whole_in_a_chunk = op.axes[axis] == loop.axes[axis]  # which may end within a group
             sizes[name] = 1 if is_whole_in_a_chunk else sizes[f"{loop.name}.chunks"]
-        self._place(sizes)
+        self._allocate(sizes)
         self._events: list[tuple[Part | TensorOp, Any, Any]] = []
         code = load(source.text)
         for event in source.parts:
-            function, given = None, None
+            function, arguments = None, None
             if isinstance(event, Part):
                 function = getattr(code, event.name)
                 function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
-                given = (ctypes.c_int64 * len(event.sizes))(*[sizes[size] for size in event.sizes])
-            self._events.append((event, function, given))
+                arguments = (ctypes.c_int64 * len(event.sizes))(*[sizes[size] for size in event.sizes])
+            self._events.append((event, function, arguments))
 
-    def _place(self, sizes: Mapping[str, int]) -> None:
-        """Find places for all tensors: one that nothing reads any more gives its place to others of its size."""
-        self.places: dict[str, tuple[int, list[int], torch.dtype]] = {}
-        taken: dict[str, int] = {}  # bytes
-        self.bytes, free = 0, defaultdict[int, list[int]](list)  # the places that are free, by size
-        own = {*self._source.partial, *(op.name for op in self._source.update.ops)}
-        used = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.parts]
-        last = {name: i for i, names in enumerate(used) for name in names if name in own}
-        for i, names in enumerate(used):
-            for name in (n for n in names if n in own and n not in self.places):
+    def _allocate(self, sizes: Mapping[str, int]) -> None:
+        """Assign memory to all temporaries; after its last use, a temporary's memory is reused by others of its size."""
+        self.temporaries: dict[str, tuple[int, list[int], torch.dtype]] = {}
+        nbytes: dict[str, int] = {}
+        self.bytes, free = 0, defaultdict[int, list[int]](list)  # free offsets, by size
+        temporary = {*self._source.partial, *(op.name for op in self._source.update.ops)}
+        uses = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.parts]
+        last = {name: i for i, names in enumerate(uses) for name in names if name in temporary}
+        for i, names in enumerate(uses):
+            for name in (n for n in names if n in temporary and n not in self.temporaries):
                 shape, dtype = self._source.shape(name, self._count, sizes), self._source.dtypes[name]
-                taken[name] = -(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE
-                start = free[taken[name]].pop() if free[taken[name]] else self.bytes
-                self.places[name] = start, shape, dtype
-                self.bytes = max(self.bytes, start + taken[name])
-            for name in (n for n in dict.fromkeys(names) if n in own and last[n] == i):
-                free[taken[name]].append(self.places[name][0])
+                nbytes[name] = -(-math.prod(shape) * dtype.itemsize // _LINE) * _LINE
+                start = free[nbytes[name]].pop() if free[nbytes[name]] else self.bytes
+                self.temporaries[name] = start, shape, dtype
+                self.bytes = max(self.bytes, start + nbytes[name])
+            for name in (n for n in dict.fromkeys(names) if n in temporary and last[n] == i):
+                free[nbytes[name]].append(self.temporaries[name][0])
 
-    def run(self, given: Mapping[str, int], columns: int) -> None:
-        """Update a stack, whose tensors have these addresses."""
-        tensors, addresses = _memory.of(self)
-        addresses = {**addresses, **given}
+    def run(self, addresses: Mapping[str, int], columns: int) -> None:
+        """Update a stack whose tensors have these ``addresses``."""
+        temporaries, own_addresses = _memory.of(self)
+        addresses = {**own_addresses, **addresses}
         threads = 1 if self._is_serial else torch.get_num_threads()
         for event, function, sizes in self._events:
             if isinstance(event, Part):
                 arrays = (ctypes.c_int64 * len(event.arrays))(*map(addresses.__getitem__, event.arrays))
                 function(arrays, sizes, self._numbers, columns, self._count, threads)
             else:
-                multiply(event, tensors)
+                multiply(event, temporaries)
 
 
 class _Memory(threading.local):
-    """The memory of one thread for what only an update needs.
+    """The memory of one thread for the temporary tensors of an update.
 
-    Up to :data:`_KEPT` bytes stay for the next one: to have them from the system takes as long as to use them.
+    Up to :data:`_KEPT` bytes are kept for the next update: allocating them takes as long as using them.
     """
 
     def __init__(self) -> None:
         self._all = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._known: dict[StackLoops, tuple[dict[str, Tensor], dict[str, int]]] = {}
 
-    def of(self, form: StackLoops) -> tuple[dict[str, Tensor], dict[str, int]]:
-        """The tensors of ``form`` by name, and their addresses."""
-        if form in self._known:
-            return self._known[form]
+    def of(self, loops: StackLoops) -> tuple[dict[str, Tensor], dict[str, int]]:
+        """Return the temporary tensors of ``loops`` by name, and their addresses."""
+        if loops in self._known:
+            return self._known[loops]
         with torch.inference_mode(False):
-            fits, tensors = form.bytes <= len(self._all), {}
-            memory = self._all if fits else torch.empty(form.bytes, dtype=torch.uint8, device="cpu")
-            for name, (start, shape, dtype) in form.places.items():
+            fits, tensors = loops.bytes <= len(self._all), {}
+            memory = self._all if fits else torch.empty(loops.bytes, dtype=torch.uint8, device="cpu")
+            for name, (start, shape, dtype) in loops.temporaries.items():
                 tensors[name] = memory[start : start + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        found = tensors, {name: tensor.data_ptr() for name, tensor in tensors.items()}
+        views = tensors, {name: tensor.data_ptr() for name, tensor in tensors.items()}
         if len(memory) <= _KEPT:
-            self._known = {**(self._known if fits else {}), form: found}
+            self._known = {**(self._known if fits else {}), loops: views}
             self._all = memory
-        return found
+        return views
 
 
 _memory = _Memory()

@@ -1,4 +1,4 @@
-"""A kernel before it is printed as C++ or Triton: the code for each parameter, and the code for each element."""
+"""A kernel before it is printed as C++ or Triton: the code for each parameter and the code for each element."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from compiled_optim.rule.symbols import Code, Dialect, Symbol
 
 
 def indented(lines: Iterable[str], indent: str) -> str:
-    """The text of ``lines``, each behind ``indent``."""
+    """Return the text of ``lines``, each behind ``indent``."""
     return "\n".join(indent + line for line in lines)
 
 
 def evaluation(key: KernelKey, dialect: Dialect, accesses: Mapping[str, str], indent: str) -> dict[str, object]:
-    """What happens once for each parameter: what a language's text of ``evaluate`` leaves open, by name.
+    """Return the fields of a language's template of ``evaluate``, which runs once for each parameter, by name.
 
     The statements ``gradient`` read ``square_sum``; their results are the expressions ``factor``, ``norm`` and ``skip``. The
-    statements ``coefficients`` read and store all else. ``group`` and ``maximize`` are rows, and the ``hypers`` of a group
-    follow the ``controls``.
+    statements ``coefficients`` read hyperparameters and scalars, and store new scalars and coefficients. ``group`` and
+    ``maximize`` are rows of the table. The ``hypers`` of a group follow the ``controls``: both are counts.
 
-    ``accesses`` are how the language reads and writes table entries: ``{}`` is the position of a control, scalar,
+    ``accesses`` are the language's formats to read and write table entries: ``{}`` is the index of a control, scalar,
     hyperparameter or coefficient, or a row of the table. In a definition or store, a second ``{}`` is its row or value.
     """
     rule, statics, define = key.rule, dict(key.statics), dialect.statement.format
@@ -61,7 +61,7 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Mapping[str, str], in
 
 @dataclass(frozen=True)
 class Array:
-    """A parameter, its gradient or one of its buffers: its dtype, and what a kernel calls address and element.
+    """A parameter, its gradient or one of its buffers: its dtype, and a kernel's names of its address and element.
 
     ``row`` is its row in a :class:`~compiled_optim.lowering.kernels.table.TensorTable`, None for the gradient. An array is
     ``grouped`` if it has a number for each group of elements.
@@ -75,14 +75,14 @@ class Array:
 
     @property
     def is_int(self) -> bool:
-        """Whether the elements are integers to the rule."""
+        """True if the rule sees the elements as integers."""
         return not (self.grouped or self.dtype.is_floating_point)
 
 
 class Program:
-    """What the kernel for ``key``, of an elementwise rule, does to elements: ``means`` by their stage, and an ``update``.
+    """The code for each element in the kernel of an elementwise rule: ``means`` by their stage, and an ``update``.
 
-    ``arrays`` are parameter, gradient and buffers. ``compute`` is the dtype in which they are updated.
+    ``arrays`` are the parameter, gradient and buffers. ``compute`` is the dtype in which they are updated.
     """
 
     def __init__(self, key: KernelKey, dialect: Dialect) -> None:
@@ -97,10 +97,10 @@ class Program:
         self.means = {i: stage for i, stage in enumerate(means) if stage.results}
 
     def new_elements(self) -> list[tuple[Array, str, str | None]]:
-        """The arrays that are updated, each with the expression of its new element.
+        """Return the arrays that are updated, each with the expression of its new element, and an integer or None.
 
-        With the element of an array of bfloat16 that was made of an integer's upper 16 bits alone, there is the integer.
+        The integer is given for a new bfloat16 that consists of the upper 16 bits of that integer.
         """
-        made = {s.name: s.reads[0] for s in self.update.statements if s.word == "from_upper"}
+        integers = {s.name: s.reads[0] for s in self.update.statements if s.word == "from_upper"}
         pairs = zip([a for a in self.arrays if a.row is not None], self.update.results.values(), strict=True)
-        return [(array, new, made.get(new) if array.dtype == torch.bfloat16 else None) for array, new in pairs]
+        return [(array, new, integers.get(new) if array.dtype == torch.bfloat16 else None) for array, new in pairs]

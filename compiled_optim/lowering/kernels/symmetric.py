@@ -1,4 +1,4 @@
-"""Symmetric products of matrices as Triton: what is on and below the diagonal is computed, and written above too."""
+"""Symmetric products of matrices as Triton: tiles on and below the diagonal are computed, and mirrored above it."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from compiled_optim.memory.torch_internals import called_while_tracing
 
 
 class Tiling(NamedTuple):
-    """How the kernel divides products, on GPUs of one compute capability."""
+    """The sizes in which the kernel divides products, on GPUs of one compute capability."""
 
-    rows: int  # the fewest of matrices for which it is taken; nothing else decides, so that all processes compute alike
+    rows: int  # the fewest for the kernel; nothing else decides, so that all processes compute alike
     block: int  # rows and columns of the tile that a program computes
-    depth: int  # columns of the factors that it reads at a time
-    stages: int  # how many times as many are on their way
+    depth: int  # columns of the factors that a program reads at a time
+    stages: int  # such reads in flight at once (``num_stages`` of Triton)
     warps: int
 
 
 TILINGS = {(9, 0): Tiling(768, 128, 64, 3, 4)}
-"""By compute capability of NVIDIA's GPUs. On others it is not known to be faster.
+"""Tilings by compute capability of NVIDIA's GPUs. On others the kernel is not known to be faster.
 
 On an H100, it took 0.61 to 0.92 of the time of torch.bmm for 8 or 12 matrices of 768 or 1024 rows, 0.81 for 4 of 2048, and
-twice the time for one of 512. Two programs fit on a multiprocessor. Earlier GPUs do not read tiles by themselves: there, the
-kernel spills registers.
+twice the time for one of 512. Two programs fit on a multiprocessor. Earlier GPUs cannot load tiles by descriptors in
+hardware: there, the kernel spills registers.
 """
 
-ALIGNED = 8  # rows and columns come in such numbers, so that each row begins at a multiple of 16 bytes
+ALIGNED = 8  # rows and columns are multiples of this, so that each row begins at a multiple of 16 bytes
 
 TEXT = """
 
@@ -67,12 +67,12 @@ def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_trans
     if top != left:
         out.store([matrix, left, top], tl.reshape(tl.trans(made), [1, block, block]))
 """
-"""The kernel, for a module that begins as those of elementwise rules do."""
+"""The text of the kernel, for a module that begins like those of elementwise rules."""
 
 
 @called_while_tracing
 def tiling_of(device: torch.device) -> Tiling | None:
-    """How a GPU multiplies symmetric matrices; None if torch should."""
+    """Return the tiling for symmetric products on ``device``; None where torch computes them."""
     is_served = device.type == "cuda" and torch.version.hip is None and find_spec("triton") is not None
     return TILINGS.get(torch.cuda.get_device_capability(device)) if is_served else None
 
@@ -86,11 +86,11 @@ def multiplier(
     transposed: bool = False,
     numbers: str = "",
 ) -> Callable[[Tensor, Tensor, Sequence[Tensor], Tensor], object]:
-    """What launches the kernel of a ``module`` for stacks of one ``shape``, (tensors, ..., rows, columns).
+    """Return the launcher of a ``module``'s kernel for stacks of one ``shape``, (tensors, ..., rows, columns).
 
-    It takes the stack in bfloat16, lying as it is or ``transposed``, and a tensor of the result's shape. With ``numbers``
-    that makes a + b * x + c * x @ x, and takes three float64 tensors: their first elements, or with ``"each"``
-    the elements at the places of an int64 index, tensor by tensor.
+    It is called with a stack x and a result in bfloat16, [a, b, c] in float64 and an int64 index. The result is x @ x.mT, or
+    x.mT @ x if ``transposed``. With ``numbers`` it is a + b * x + c * x @ x of symmetric x: ``"same"`` takes the first
+    element of a, b and c for all tensors, and ``"each"`` takes ``a[index[i]]`` and so on for tensor i.
     """
     from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -110,4 +110,4 @@ def multiplier(
     types = [torch.float64] * 3 + [torch.int64]
     grid = tiles * (tiles + 1) // 2, count
     launch = launcher(module.symmetric_product, grid, types, like, device, num_warps=tiling.warps, num_stages=tiling.stages)
-    return lambda x, out, given, index: launch([*given, index], arguments(x, out))
+    return lambda x, out, abc, index: launch([*abc, index], arguments(x, out))

@@ -1,6 +1,6 @@
-"""What kernels read and write: tables in the memory of their device.
+"""The tables that kernels read and write, in the memory of their device.
 
-``evaluate`` works on one :class:`CoefficientTable` for all parameters of a plan, whatever their dtypes. ``measure`` and
+``evaluate`` works on one :class:`CoefficientTable` for all parameters of a plan, of any dtypes. ``measure`` and
 ``update`` work on a :class:`TensorTable` for each kernel. A tensor there names its column of coefficients.
 """
 
@@ -28,7 +28,7 @@ from compiled_optim.rule.rule import NUMBERS
 Launch: TypeAlias = Callable[[], object]
 Ints: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Ints, int, Sequence[Tensor], Ints]
-"""Of a launch: how many programs, in each dimension; elements for them together; tensors; counts."""
+"""Of a launch: programs in each dimension, elements for all of them, tensors, counts."""
 
 
 class HyperPointers:
@@ -36,7 +36,7 @@ class HyperPointers:
 
     Attributes:
         pointers: int64; see :class:`~compiled_optim.lowering.kernels.table.CoefficientTable`.
-        is_behind: whether a group may have replaced a tensor since.
+        is_behind: True if a group may have replaced a tensor since the last read.
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
@@ -45,8 +45,8 @@ class HyperPointers:
         self._log = log
         self._device = plan.device
         self.is_behind = True
-        self._are_private = False  # whether nobody else has one of the tensors, and all are read where they are
-        self._tensors = self._read()  # held, so that no other tensor takes their addresses
+        self._are_private = False  # True if no one else has a reference to a tensor, and none is copied
+        self._tensors = self._read()  # referenced, so that no other tensor gets their addresses
         self._check(self._tensors)
         self.pointers = upload([0] * len(self._tensors), self._device)
         self._addresses: list[int] = []
@@ -59,7 +59,7 @@ class HyperPointers:
 
     @property
     def is_settled(self) -> bool:
-        """Whether :meth:`prepare` has nothing to do unless clipping was assigned: nobody moves a tensor without a report."""
+        """True if :meth:`prepare` has nothing to do unless clipping was assigned: groups report every other change."""
         return not self.is_behind and self._are_private
 
     def prepare(self, capturing: bool) -> None:
@@ -69,21 +69,21 @@ class HyperPointers:
             RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
         """
         self.refresh(capturing)
-        on_device = [(own, t) for own, t in self._copies if t.device.type == self._device.type]
-        for own, tensor in on_device:
-            own.copy_(tensor)
+        on_device = [(copy, t) for copy, t in self._copies if t.device.type == self._device.type]
+        for copy, tensor in on_device:
+            copy.copy_(tensor)
         if capturing:
             self._captured += on_device
-        given = [value for value in self._clipping.given if isinstance(value, Tensor)]
-        self._are_private = not (given or self._copies or self._has_escaped)
+        users = [value for value in self._clipping.given if isinstance(value, Tensor)]
+        self._are_private = not (users or self._copies or self._has_escaped)
 
     def follow(self) -> None:
-        """Let kernels know that a group replaced a tensor, at once: a captured graph may run before another step."""
+        """Update the table at once after a group replaced a tensor: a captured graph may run before another step."""
         self.is_behind = True
         self.refresh()
 
     def refresh(self, capturing: bool | None = None) -> None:
-        """Do what :meth:`prepare` does but for copies on the device, which a graph holds. None where nobody asked yet."""
+        """Do :meth:`prepare` but for copies on the device, which a graph holds. If None, find out if one is captured."""
 
         def records() -> bool:
             return is_capturing(self._device) if capturing is None else capturing
@@ -94,9 +94,9 @@ class HyperPointers:
         addresses = [t.data_ptr() or -id(t) for t in tensors]
         if addresses != self._addresses:
             self._check(tensors)
-            there = self._device, torch.float64
+            wanted = self._device, torch.float64
             pairs = zip(tensors, self._slots, strict=True)
-            read = [t if (t.device, t.dtype) == there and is_plain(t) else own for t, own in pairs]
+            read = [t if (t.device, t.dtype) == wanted and is_plain(t) else slot for t, slot in pairs]
             pointers = [t.data_ptr() for t in read]
             if pointers != self._written:
                 if records():
@@ -104,34 +104,34 @@ class HyperPointers:
                         "a hyperparameter was assigned between the last step and the capture of a CUDA graph, or in it; "
                         "take one step before capturing, or write into the hyperparameter with fill_"
                     )
-                self._addresses = self._written = []  # known to the kernels at the end, whatever interrupts it
+                self._addresses = self._written = []  # assigned below, so that an exception leaves them unknown
                 self._log.table_refreshes += 1
                 if self._device.type == "cpu":
                     self.pointers.numpy()[:] = pointers
                 else:
                     _copy(torch.tensor(pointers, dtype=torch.int64, device="cpu"), self.pointers)
-            self._copies = [(own, t.detach()) for own, t in zip(read, tensors, strict=True) if own is not t]
+            self._copies = [(slot, t.detach()) for slot, t in zip(read, tensors, strict=True) if slot is not t]
             self._tensors = tensors
             self._written = pointers
             self._addresses = addresses
-        for own, tensor in self._copies:
-            if tensor.device.type != self._device.type and not records():  # no graph could read the host
-                own.fill_(tensor.item())
+        for copy, tensor in self._copies:
+            if tensor.device.type != self._device.type and not records():  # a graph cannot read the host
+                copy.fill_(tensor.item())
 
     def copied(self) -> list[int]:
-        """The addresses of the tensors that :meth:`prepare` copies."""
+        """Return the addresses of the tensors that :meth:`prepare` copies."""
         return [tensor.data_ptr() for _, tensor in self._copies]
 
     def _read(self) -> list[Tensor]:
         if self.is_behind:
-            self._are_private = False  # until `prepare` ends, whatever interrupts it or comes in between
+            self._are_private = False  # until `prepare` ends, also if an exception interrupts it
             self._in_groups = [t for g, h in self._hypers for t in g.read_only(h.name)]
             self._has_escaped = any(g.has_escaped(h.name) for g, h in self._hypers)
             self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
-        """Raise ``ValueError`` where a tensor of :meth:`_read` has no number."""
+        """Raise ``ValueError`` if one of ``tensors``, as of :meth:`_read`, has no memory."""
         for index, tensor in enumerate(tensors):
             if not has_memory(tensor) and (torch_internals.is_fake(tensor) or tensor.is_meta or is_lost(tensor)):
                 name = [*NAMES, *(f"{g.label}[{h.name!r}]" for g, h in self._hypers for _ in range(h.length))][index]
@@ -139,10 +139,10 @@ class HyperPointers:
 
 
 class GradientPointers:
-    """The addresses of the gradients of ``count`` parameters, or marks that they are there; 0 where there is none.
+    """The addresses of the gradients of ``count`` parameters, or marks that these exist; 0 where there is none.
 
     Attributes:
-        pointers: (count,) int64: what kernels read, on the device; another tensor in a graph that is being captured.
+        pointers: (count,) int64, read by kernels, on the device; another tensor in a graph that is being captured.
     """
 
     def __init__(self, count: int, device: torch.device, log: CompilationLog) -> None:
@@ -150,22 +150,22 @@ class GradientPointers:
         self._device = device
         host = torch.zeros(count, dtype=torch.int64, device="cpu")
         self._host = host.numpy()
-        self._own = upload(host, device)  # on a CPU, itself
-        self._is_known = True  # whether the memory of the device has what the host's has
-        self.pointers = self._own
-        self._spares: list[tuple[Tensor, Tensor]] = []  # memory for a captured step, and where the host writes
+        self._main = upload(host, device)  # on a CPU, the same memory as `host`
+        self._is_known = True  # True if the device has the same addresses as the host
+        self.pointers = self._main
+        self._spares: list[tuple[Tensor, Tensor]] = []  # for a captured step: memory on the device and on the host
         self.reserve(1)
         self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
         self._later: list[tuple[Tensor, Tensor]] | None = None  # captured ones that are uploaded after the capture
-        self._version: int | None = None  # of the plan's addresses that were made known last; None if others were
+        self._version: int | None = None  # of the plan's addresses that were published last; None if others were
 
-    def follow(self, found: Addresses, capturing: bool) -> None:
-        """Make the gradients' addresses that a plan ``found`` known to the kernels."""
-        self._publish(found.gradients if self._version != found.version else None, capturing)
-        self._version = found.version
+    def follow(self, addresses: Addresses, capturing: bool) -> None:
+        """Make the gradients' ``addresses`` of a plan known to the kernels."""
+        self._publish(addresses.gradients if self._version != addresses.version else None, capturing)
+        self._version = addresses.version
 
     def are_absent(self, columns: Sequence[int]) -> bool:
-        """Whether none of some parameters has a gradient."""
+        """Return True if none of the parameters in ``columns`` has a gradient."""
         return not self._host[columns].any()
 
     def publish(self, grads: Sequence[Tensor | None], capturing: bool) -> None:
@@ -178,16 +178,16 @@ class GradientPointers:
         self._publish(None if (self._host == marks).all() else marks, capturing)
 
     def _publish(self, addresses: npt.ArrayLike | None, capturing: bool) -> None:
-        """Upload ``addresses``; None stands for those of the last time, which only a graph needs again."""
+        """Upload ``addresses``. None stands for unchanged ones, which only a graph needs again."""
         if addresses is not None:
-            self._is_known, self._version = False, None  # until the end, whatever interrupts it
+            self._is_known, self._version = False, None  # until the end, also if an exception interrupts it
             self._host[:] = addresses
         if capturing:
             self._capture()
         elif not self._is_known:
             self._log.table_refreshes += 1
             self._log.has_moved = True
-            self.pointers = self._own
+            self.pointers = self._main
             if self._device.type != "cpu":
                 _copy(torch.from_numpy(self._host), self.pointers)
             self.reserve(1)
@@ -195,10 +195,10 @@ class GradientPointers:
 
     @contextlib.contextmanager
     def uploading_later(self, steps: int) -> Iterator[None]:
-        """Upload the addresses of a capture inside the ``with`` block at its end, once, and not in every replay.
+        """Upload the addresses of captures inside the ``with`` block once, at its end, and not in every replay.
 
         Args:
-            steps: how many steps are captured at most; memory for them cannot be made meanwhile.
+            steps: the most steps that are captured; no memory for them can be allocated during the capture.
         """
         self.reserve(steps)
         self._later = []
@@ -211,26 +211,26 @@ class GradientPointers:
 
     @property
     def reserved(self) -> int:
-        """How many steps can be captured, each with memory of its own, which is made outside of captures."""
+        """The number of steps that can be captured, each with its own memory, which is allocated outside of captures."""
         return len(self._spares)
 
     def reserve(self, steps: int) -> None:
-        """Let :attr:`reserved` be at least ``steps``."""
+        """Allocate memory until :attr:`reserved` is at least ``steps``."""
         while len(self._spares) < steps:
-            host = torch.empty(self._own.shape, dtype=torch.int64, device="cpu")
-            self._spares.append((torch.empty_like(self._own), host.pin_memory() if self._own.is_cuda else host))
+            host = torch.empty(self._main.shape, dtype=torch.int64, device="cpu")
+            self._spares.append((torch.empty_like(self._main), host.pin_memory() if self._main.is_cuda else host))
 
     def _capture(self) -> None:
         """Give the step that is being captured its own memory for addresses.
 
-        A replay then finds its own gradients, whatever steps were taken outside of the graph. In a capture by hand the graph
-        is the only place for the upload.
+        A replay then reads the addresses of its own gradients, not those of steps outside of the graph. A capture outside of
+        :meth:`uploading_later` must upload in the graph.
         """
         if not self._spares:
             raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
         self._is_known = False  # to steps outside of the graph
         self.pointers, host = self._spares.pop()
-        host.numpy()[:] = self._host  # the host's work, now and not in a replay
+        host.numpy()[:] = self._host  # by the host, now, not in a replay
         if self._later is None:
             self.pointers.copy_(host, non_blocking=True)
         else:
@@ -244,14 +244,14 @@ def _copy(host: Tensor, out: Tensor) -> None:
 
 
 def upload(values: Any, device: torch.device) -> Tensor:
-    """``values`` as int64 on ``device``, without waiting for it."""
+    """Return ``values`` as int64 on ``device``, without waiting for it."""
     host = torch.as_tensor(values, dtype=torch.int64, device="cpu")
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
 GROUP_INDEX, MAXIMIZE, FIRST_NUMBER = range(3)
 SCALARS = FIRST_NUMBER + len(NUMBERS)
-"""Rows of a :class:`CoefficientTable`: the index of the group, whether to maximize, the parameter's :data:`NUMBERS` (bits of
+"""Rows of a :class:`CoefficientTable`: the index of the group, 1 to maximize, the parameter's :data:`NUMBERS` (bits of
 a float64), and the addresses of the step count and of the rule's scalars."""
 
 PARAM, NUMEL, COLUMN, BUFFERS = range(4)
@@ -261,18 +261,18 @@ TENSORS = 32  # parameters whose coefficients one program evaluates
 
 
 class CoefficientTable:
-    """What ``evaluate`` reads and writes; a column is a parameter of the plan.
+    """The table that ``evaluate`` reads and writes; a column is a parameter of the plan.
 
     Attributes:
         inputs: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
         hypers: (clipping + groups * hyperparameters,) int64, addresses of float64 numbers: first the step's clipping, as in
             :data:`compiled_optim.plan.clipping.NAMES`, then those of each group.
         gradients: not 0 for the parameters that take part in the step.
-        coefficients: (1 + coefficients, parameters) float64, written: the factor of the gradient, then the rule's own, then
-            its means. A column means nothing where the parameter takes no part, and in a skipped step.
-        all_square_sums: float64, what the sum of the squares of all gradients consists of; empty if nobody needs it.
-        outcome: (3,) float64, written: the norm, whether the step was skipped, and how many were.
-        leads: whether a skipped step is counted here.
+        coefficients: (1 + coefficients, parameters) float64, written: the factor of the gradient, the rule's own, then
+            its means. A column is undefined where the parameter takes no part, and in a skipped step.
+        all_square_sums: float64, the partial sums of the squares of all gradients; empty if no norm is needed.
+        outcome: (3,) float64, written: the norm, 1 if the step was skipped, and the number of skipped steps.
+        leads: True if a skipped step is counted here.
         launches: see :class:`Launches`.
     """
 
@@ -298,20 +298,20 @@ class CoefficientTable:
 
     @property
     def grads(self) -> Tensor:
-        """As in :class:`TensorTable`, or marks."""
+        """The same as in :class:`TensorTable`, or marks that gradients exist."""
         return self.gradients.pointers
 
     def connect(self, all_square_sums: Tensor) -> None:
-        """Let :attr:`all_square_sums` be these."""
+        """Set :attr:`all_square_sums`, and drop the launches that read others."""
         self.all_square_sums = all_square_sums
         self.launches.clear()
 
 
 class Launches(dict[tuple[str, int, int], tuple[Launch, Sequence[Tensor]]]):
-    """Prepared launches that work on one table, each with its tensors, whose addresses it has.
+    """Prepared launches that work on one table, each with the tensors whose addresses it holds.
 
-    Their keys are a function's name, the stage of the rule (or which sums of squares it reads), and which tensor has the
-    gradients' addresses: the table's other tensors stay. A table has launches with one :class:`CoefficientTable` alone.
+    A key is a function's name, the stage of the rule (or the id of the sums of squares), and the id of the tensor with the
+    gradients' addresses: the other tensors of a table do not change. A table works with one :class:`CoefficientTable` only.
     """
 
 
@@ -321,16 +321,16 @@ class TensorTable(Protocol):
     kernel: Kernel
     launches: Launches
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
-    blocks: Tensor  # (blocks, 2) int64, the tensor and which of its blocks
-    elements: int  # real numbers in all tensors of the blocks
+    blocks: Tensor  # (blocks, 2) int64, the tensor and the index of the block in it
+    elements: int  # real numbers in all tensors
 
     @property
     def grads(self) -> Tensor:
-        """(tensors,) int64, the addresses of the gradients; 0 leaves a tensor as it is."""
+        """The addresses of the gradients, (tensors,) int64; 0 leaves a tensor unchanged."""
 
 
 def tensor_rows(plan: Plan) -> tuple[Tensor, list[MemoryOrder]]:
-    """The rows of a :class:`TensorTable` with a column for each parameter of ``plan``; and the memory order of each."""
+    """Return the rows of a :class:`TensorTable` for all parameters of ``plan``, and the memory order of each."""
     members, orders = plan.members, list(map(plan.memory_order, plan.members))
     rows = [
         [order.target.data_ptr() for order in orders],
@@ -344,10 +344,10 @@ def tensor_rows(plan: Plan) -> tuple[Tensor, list[MemoryOrder]]:
 class KernelTensors:
     """A :class:`TensorTable` of the tensors at ``positions`` of a plan, which one kernel updates, measures and reduces.
 
-    ``tensors`` are the rows for all of the plan. ``expressions`` is the most that a reduction returns.
+    ``tensors`` are the rows for all of the plan. ``expressions`` is the largest number of sums of a reduction.
 
     Attributes:
-        reduce_blocks: (blocks, 2) int64, the same of the blocks for which squares and the rule's sums are added up.
+        reduce_blocks: (blocks, 2) int64, like ``blocks``, for adding up squares and the rule's sums.
         square_sums: float64, written: the partial sums of the squares of the gradients.
         ranges: (tensors, 4) int64: a tensor, its first block, the one after its last, and its number of real elements: at
             least 1, and of a DTensor in all shards.
@@ -382,19 +382,19 @@ class KernelTensors:
         return self._gradients.pointers
 
     def connect(self, square_sums: Tensor) -> None:
-        """Let :attr:`square_sums` be these."""
+        """Set :attr:`square_sums`, and drop the launches that write others."""
         self.square_sums = square_sums
         self.launches.clear()
 
 
 class Kernel(abc.ABC):
-    """A rule's compiled functions, the same in every language. A rule that is not elementwise has ``evaluate`` only.
+    """The compiled functions of a rule, the same in every language. A rule that is not elementwise has ``evaluate`` only.
 
     Attributes:
-        block: elements that it updates at a time.
-        reduce_block: elements that it measures at a time.
-        most_sums: the most partial sums that :meth:`measure` writes; none is of less than a block.
-        drawback: why launches take longer than they could; empty where they do not.
+        block: elements that :meth:`update` processes at a time.
+        reduce_block: elements that :meth:`measure` processes at a time.
+        most_sums: the most partial sums that :meth:`measure` writes; each covers a block or more.
+        drawback: the reason if launches are slower than they could be; else empty.
     """
 
     block: int
@@ -407,14 +407,14 @@ class Kernel(abc.ABC):
 
     @abc.abstractmethod
     def _prepared(self, name: str, programs: Ints, elements: int, tensors: Sequence[Tensor], counts: Ints) -> Launch:
-        """What runs the function ``name`` with these :data:`Arguments`. It does not keep ``tensors`` alive."""
+        """Return a launch of the function ``name`` with these :data:`Arguments`. It does not keep ``tensors`` alive."""
 
     def _launch(
         self, name: str, table: TensorTable | CoefficientTable, arguments: Callable[[], Arguments], stage: int = 0
     ) -> None:
-        """Run the function ``name``, which works on ``table``; its ``arguments`` are asked for when it is prepared.
+        """Run the function ``name``, which works on ``table``. ``arguments`` is called when the launch is prepared.
 
-        One function has other arguments in each ``stage`` of a rule.
+        A launch is prepared for each ``stage`` of a rule.
         """
         key = name, stage, id(table.grads)
         if (known := table.launches.get(key)) is None:
@@ -433,7 +433,7 @@ class Kernel(abc.ABC):
         self._launch("square_sums", table, arguments)
 
     def evaluate(self, coefficients: CoefficientTable) -> None:
-        """Count a step, and write the coefficients of all parameters that take part, and what became of the step."""
+        """Count a step, and write the coefficients of all parameters that take part, and the step's outcome."""
         self._launch("evaluate", coefficients, lambda: self._evaluated(coefficients))
 
     def average(self, stage: int, table: KernelTensors, coefficients: CoefficientTable) -> None:
@@ -444,10 +444,10 @@ class Kernel(abc.ABC):
         self._launch(f"sums{stage}", table, lambda: self._updated(table, table.reduce_blocks, coefficients, table.sums))
 
         def arguments() -> Arguments:
-            places = self._stages[stage].sums
+            sums = self._stages[stage].sums
             tensors = table.sums, table.ranges, table.grads, coefficients.outcome, coefficients.coefficients
-            counts = len(table.reduce_blocks), coefficients.inputs.shape[1], 1 + places.start
-            return (len(table.ranges), places.stop - places.start), 0, tensors, counts
+            counts = len(table.reduce_blocks), coefficients.inputs.shape[1], 1 + sums.start
+            return (len(table.ranges), sums.stop - sums.start), 0, tensors, counts
 
         self._launch("average", table, arguments, stage)
 
@@ -456,7 +456,7 @@ class Kernel(abc.ABC):
         self._launch("update", table, lambda: self._updated(table, table.blocks, coefficients))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
-        """Evaluate, then update: in one call where that is faster."""
+        """Evaluate, then update; in one call where that is faster."""
         self.evaluate(coefficients)
         self.update(table, coefficients)
 
@@ -473,14 +473,14 @@ class Kernel(abc.ABC):
 
 
 def blocks_of(tensors: Sequence[int], numels: Sequence[int], size: int) -> tuple[Longs, Longs]:
-    """Cut ``tensors``, given by their numbers, which have ``numels`` elements, into blocks of at most ``size`` elements.
+    """Cut tensors of ``numels`` elements, whose indices are ``tensors``, into blocks of at most ``size`` elements.
 
     Returns:
-        Two int64 tables: (blocks, 2), the tensor and which of its blocks; (tensors, 2), the tensor's first block and the one
-        after its last.
+        Two int64 tables: (blocks, 2), the tensor and the index of the block in it; (tensors, 2), the tensor's first block
+        and the one after its last.
     """
     counts = -(-np.array(numels, dtype=np.int64) // size)
     ends = np.cumsum(counts)
-    places = np.repeat(np.arange(len(counts)), counts)
-    named = np.asarray(tensors, dtype=np.int64)[places]
-    return np.stack([named, np.arange(len(places)) - (ends - counts)[places]], 1), np.stack([ends - counts, ends], 1)
+    owner = np.repeat(np.arange(len(counts)), counts)
+    ids = np.asarray(tensors, dtype=np.int64)[owner]
+    return np.stack([ids, np.arange(len(owner)) - (ends - counts)[owner]], 1), np.stack([ends - counts, ends], 1)

@@ -27,14 +27,14 @@ from compiled_optim.rule.rule import INDEX, Written
 from compiled_optim.rule.symbols import Dialect
 
 BLOCK = 1024  # elements of a block, updated by one program
-NARROW = 512  # elements of a block that are updated at a time where they are accessed one by one, which takes registers
+NARROW = 512  # elements that are updated at a time where they are accessed one by one, which takes registers
 REDUCE_BYTES = (
-    16384  # bytes of a gradient for which a program adds up squares or a rule's sums: the memory's latency is paid once
+    16384  # bytes of a gradient for which a program adds up squares or a rule's sums: the latency of memory is paid once
 )
-ROW = 4  # numbers that sums add up in float32, which one thread has: most GPUs are slow in float64
+ROW = 4  # numbers of one thread that sums add up in float32: most GPUs are slow in float64
 WARPS = 4
 OPTIONS = {"num_warps": WARPS, "enable_fp_fusion": True}  # the bits of a step depend on how multiply-adds are contracted
-_OWN_OPTIONS = {"evaluate": {"num_warps": 1}}  # it computes for 32 tensors, whose float64 numbers more warps would repeat
+_OWN_OPTIONS = {"evaluate": {"num_warps": 1}}  # for 32 tensors; more warps would repeat their float64 operations
 REDUCING_PROGRAMS = 4096  # programs that reduce the gradients: enough to keep the memory of a large GPU busy
 
 _EXPRESSIONS = {
@@ -59,7 +59,7 @@ _EXPRESSIONS = {
     "narrow(address, dtype: tl.constexpr)": "address.to(tl.pointer_type(dtype))",
     "wide(address, dtype: tl.constexpr, size: tl.constexpr)": "tl.multiple_of(address.to(tl.pointer_type(dtype)), size)",
 }
-"""What functions return, by the head of each."""
+"""The expressions that one-line functions return, by their signatures."""
 
 WORDS = (
     f"""\
@@ -172,7 +172,7 @@ def store_shared(pointer, start, left, x, row: tl.constexpr):
 
 _INDENT = "    "
 _DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),), spelled_out=frozenset())
-# State of 8 bits is further from exact than a root that is not rounded to nearest.
+# With state of 8 bits, the error of a root that is not rounded to nearest does not matter.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
 _ACCESSES = {
     "control": "control_of(hypers, {})",
@@ -186,7 +186,7 @@ _ACCESSES = {
 
 
 def source(key: KernelKey) -> str:
-    """The text of a module with the kernels for one key."""
+    """Return the text of a module with the kernels for one key."""
     dialect = _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT
     text = WORDS + _EVALUATION.format(**evaluation(key, dialect, _ACCESSES, _INDENT))
     if key.rule.granularity != "element":
@@ -198,14 +198,14 @@ def source(key: KernelKey) -> str:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """What Triton calls it."""
+    """Return Triton's name of ``dtype``."""
     return str(dtype).replace("torch", "tl")
 
 
 class _Path(NamedTuple):
-    """One of two ways through a block: from element ``start`` on, ``size`` at a time, as long as some are ``left``.
+    """One of two ways through a block: from element ``start``, ``size`` elements at a time, as long as some are ``left``.
 
-    A thread accesses ``row`` elements at a time, which are one behind the other.
+    A thread accesses ``row`` consecutive elements at a time.
     """
 
     start: str
@@ -214,14 +214,14 @@ class _Path(NamedTuple):
     row: int
 
     def load(self, array: Array, compute: torch.dtype) -> str:
-        """The statement that defines an element."""
+        """Return the statement that loads an element of ``array``."""
         if array.grouped:
             return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to({dtype_name(compute)})"
         kind = torch.int32 if array.is_int else compute
         return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to({dtype_name(kind)})"
 
     def store(self, array: Array, value: str, bits: str | None) -> str:
-        """The statement that stores a ``value``, or the upper half of ``bits``, which need no rounding."""
+        """Return the statement that stores ``value``, or the upper half of ``bits``, which need no rounding."""
         rounded = f"rounded({value}, {dtype_name(array.dtype)})"
         if bits is not None:
             array, rounded = dataclasses.replace(array, dtype=torch.int16), f"upper({bits})"
@@ -241,27 +241,27 @@ class _Path(NamedTuple):
 def _each_block(
     program: Program, name: str, written: Written, size: str, results: Callable[[_Path], Sequence[list[str]]], **more: str
 ) -> str:
-    """A kernel that does what is ``written`` for the elements of a block, which has ``size`` of them.
+    """Return a kernel that runs the statements ``written`` for the elements of each block of ``size`` elements.
 
-    ``results`` are what it does on each path before that, last for some elements, and after all of them.
+    ``results`` gives, for each path, the statements before the loop, at the end of each iteration, and after the loop.
     """
     elementwise = [a for a in program.arrays if not a.grouped]
     part = ("start + offset", "left - offset")
     wide_row = 16 // max(a.dtype.itemsize for a in elementwise if a.row is not None)
     wide = _Path(*(("start", "left") if size == "BLOCK" else part), "BLOCK", wide_row)
-    lanes = 16 // min(array.dtype.itemsize for array in elementwise)  # which fill 16 bytes, or more of them, in each
+    lanes = 16 // min(array.dtype.itemsize for array in elementwise)  # elements that fill 16 bytes or more in every array
 
     def along(path: _Path, left: str) -> str:
         before, each, after = results(path)
         index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
         loads = [path.load(array, program.compute) for array in program.arrays]
         turns = [f"for offset in range(0, left, {path.size}):"] * (path.start != "start")
-        found = [
+        positions = [
             f"lane = {'offset + ' * len(turns)}tl.arange(0, {path.size})",
             f"inside = lane < {left}",
             "at = start + lane",
         ]
-        lines = [*found, *index, *loads, "grad = factor * grad", *written.lines, *each]
+        lines = [*positions, *index, *loads, "grad = factor * grad", *written.lines, *each]
         return indented([*before, *turns, *(_INDENT * len(turns) + line for line in lines), *after], _INDENT * 3)
 
     rows = ["grads + 0" if a.row is None else f"tensors + {a.row}" for a in program.arrays]
@@ -284,17 +284,17 @@ def _each_block(
 
 
 def _means(program: Program, stage: int, written: Written, size: int) -> str:
-    chosen = dict(enumerate(f"tl.where(inside, {value}, 0.0)" for value in written.results.values()))
+    masked = dict(enumerate(f"tl.where(inside, {value}, 0.0)" for value in written.results.values()))
 
     def add(path: _Path) -> Sequence[list[str]]:
         lanes = f"{path.size.lower()}_sums"
         return (
-            [f"{lanes}{i} = tl.zeros([{path.size} // ROW], tl.float64)" for i in chosen],
-            [f"{lanes}{i} += sums_of_rows({value}, ROW)" for i, value in chosen.items()],
-            [f"sum{i} = tl.sum({lanes}{i}, axis=0)" for i in chosen],
+            [f"{lanes}{i} = tl.zeros([{path.size} // ROW], tl.float64)" for i in masked],
+            [f"{lanes}{i} += sums_of_rows({value}, ROW)" for i, value in masked.items()],
+            [f"sum{i} = tl.sum({lanes}{i}, axis=0)" for i in masked],
         )
 
-    after = indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in chosen], _INDENT * 2)
+    after = indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in masked], _INDENT * 2)
     return _each_block(program, f"sums{stage}", written, str(size), add, sums=", sums", after=after)
 
 
@@ -422,19 +422,19 @@ class TritonKernel(Kernel):
 
 
 def load(text: str) -> ModuleType:
-    """The module of ``text``. No file holds it: Triton reads the source of its functions where tracebacks do."""
+    """Return the module of ``text``. It has no file: its source is in ``linecache``, where Triton looks for it."""
     name = f"compiled_optim_kernel_{hashlib.sha256(text.encode()).hexdigest()[:32]}"
     if name not in sys.modules:
-        place = f"<{name}>"
-        linecache.cache[place] = (len(text), None, text.splitlines(keepends=True), place)
+        filename = f"<{name}>"
+        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
         module = ModuleType(name)
         sys.modules[name] = module
-        exec(compile(text, place, "exec"), vars(module))
+        exec(compile(text, filename, "exec"), vars(module))
     return sys.modules[name]
 
 
 def current_device(device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """Makes ``device`` the current one, on which Triton launches whatever the device of the tensors."""
+    """Return a context in which ``device`` is current. Triton launches there, not on the tensors' device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
@@ -447,15 +447,15 @@ def launcher(
     addresses: Sequence[int] | None = None,
     **options: int,
 ) -> Callable[[Sequence[Tensor], Sequence[Any]], object]:
-    """What launches ``function``, which ``triton.jit`` made, with tensors and counts, on the stream that is then current.
+    """Return a launcher of ``function``, from ``triton.jit``, with tensors and counts, on the then current stream.
 
-    ``device`` is the current device, now and in every launch. The tensors are like ``types``; of dtypes, their addresses are
-    multiples of 16. The counts, and what else is behind the tensors, are equal to those given here, unless the function is
-    not specialized on them. The tensors stay at ``addresses``, if these are given.
+    ``device`` is the current device, now and in every launch. The tensors are like ``types``; where that is a dtype, their
+    addresses are multiples of 16. The counts, and the other arguments after the tensors, are equal to ``counts`` in every
+    launch, unless the function is not specialized on them. The tensors stay at ``addresses``, if these are passed.
 
-    Triton's own way looks at each argument in every launch, since it compiles anew where the alignment of an address or the
-    type of a number differ. These do not change here: it is asked once, and what it answers is launched with them. Hooks
-    such as a profiler's are served by Triton's own way, for as long as there are any.
+    Triton's own launcher inspects each argument in every launch, since it recompiles if the alignment of an address or the
+    type of a number changes. These do not change here: Triton compiles once, and its compiled kernel is launched directly.
+    While hooks such as a profiler's are installed, launches go through Triton's own launcher, which calls them.
     """
     import triton
     from triton import knobs
@@ -463,33 +463,33 @@ def launcher(
 
     options = OPTIONS | options
 
-    def usual(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
+    def launch_by_triton(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         return function[grid](*tensors, *counts, **options)
 
     if not isinstance(function, triton.JITFunction) or obstacle():  # Triton's interpreter compiles nothing
-        return usual
+        return launch_by_triton
     from triton.compiler import CompiledKernel
 
     kernel = function.warmup(*types, *counts, grid=grid, **options)
-    if not isinstance(kernel, CompiledKernel):  # a hook of Triton's keeps it from compiling now
-        return usual
+    if not isinstance(kernel, CompiledKernel):  # a hook of Triton prevents compilation
+        return launch_by_triton
 
     run, x, y, z = kernel.run, *grid, *[1] * (3 - len(grid))
-    same, index = (kernel.function, kernel.packed_metadata, None, None, None), device.index or 0
+    constants, index = (kernel.function, kernel.packed_metadata, None, None, None), device.index or 0
 
     def launch(tensors: Sequence[Tensor], counts: Sequence[Any]) -> object:
         runtime = knobs.runtime
         hooks = runtime.launch_enter_hook, runtime.launch_exit_hook
         if any(getattr(hook, "calls", hook) for hook in hooks):  # a chain of hooks may be empty
-            return usual(tensors, counts)
+            return launch_by_triton(tensors, counts)
         stream = driver.active.get_current_stream(index)
-        return run(x, y, z, stream, *same, *(addresses or map(Tensor.data_ptr, tensors)), *counts)
+        return run(x, y, z, stream, *constants, *(addresses or map(Tensor.data_ptr, tensors)), *counts)
 
     return launch
 
 
 def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints, **options: int) -> Launch:
-    """A :func:`launcher` with its tensors and counts."""
+    """Return a :func:`launcher` with its tensors and counts bound."""
     addresses = list(map(Tensor.data_ptr, tensors))
     launch = launcher(function, grid, tensors, counts, tensors[0].device, addresses=addresses, **options)
     return lambda: launch(tensors, counts)
@@ -497,20 +497,20 @@ def prepared(function: Any, grid: Ints, tensors: Sequence[Tensor], counts: Ints,
 
 @functools.cache
 def obstacle() -> str:
-    """Why what Triton compiled cannot be launched as :func:`launcher` does; empty if it can, as with 3.6 and 3.7."""
+    """Return why a compiled kernel cannot be launched as :func:`launcher` does; empty if it can, as in 3.6 and 3.7."""
     import triton
 
-    given: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
     kernel = SimpleNamespace(
-        _init_handles=lambda: None, launch_metadata=lambda *_: "metadata", run=lambda *a: given.append(a)
+        _init_handles=lambda: None, launch_metadata=lambda *_: "metadata", run=lambda *a: calls.append(a)
     )
     kernel.function, kernel.packed_metadata = "function", "packed"
-    with contextlib.suppress(Exception):  # whatever another version has or needs
+    with contextlib.suppress(Exception):  # other versions may lack some of these
         from triton import knobs
         from triton.compiler import CompiledKernel
 
         hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
         CompiledKernel.__getitem__(kernel, (1, 2, 3))("argument", stream=4)
-        if given == [(1, 2, 3, 4, "function", "packed", "metadata", *hooks, "argument")]:
+        if calls == [(1, 2, 3, 4, "function", "packed", "metadata", *hooks, "argument")]:
             return ""
-    return f"Triton {triton.__version__} launches what it compiled in a way of its own"
+    return f"Triton {triton.__version__} launches compiled kernels in a way of its own"

@@ -25,12 +25,12 @@ from compiled_optim.rule.tensor_program import Axes, TensorOp, TensorProgram
 Values: TypeAlias = dict[str, Tensor]
 
 _ROWS, _COLUMNS = 8, 256  # of a tile
-_HEIGHT, _LANES = 64, 8 * _COLUMNS  # rows that a program updates, one tile after the other; elements, where there is one row
-_ROW = 16  # numbers of a row that its sum adds up in float32: several threads, which exchange few float64 numbers then
+_HEIGHT, _LANES = 64, 8 * _COLUMNS  # rows that a program updates, tile by tile; elements of a tensor with one row
+_ROW = 16  # numbers of a row that a sum adds up in float32, so that threads exchange few float64 numbers
 _ADDED = 2048  # partial sums that a program adds up at a time
-_NUMBER = r"T\(numbers\[(\d+)\]\)"  # how an expression names a constant
-_GIVEN = ("tensors", "grads", "index", "outcome", "coefficients", "numbers")
-"""What kernels of all rules take first. ``index`` has the column of each tensor of the stack in tables; then constants."""
+_NUMBER = r"T\(numbers\[(\d+)\]\)"  # a constant in an expression
+_FIRST = ("tensors", "grads", "index", "outcome", "coefficients", "numbers")
+"""The first arguments of all kernels. ``index`` has the table column of each tensor of the stack, ``numbers`` constants."""
 
 _WORDS = """
 
@@ -78,7 +78,7 @@ def add(partial, out, copies, numel, high: tl.constexpr, wide: tl.constexpr):
 _LOOP = """
 
 @triton.jit
-def {name}_tile({given}, column, t{addresses}, ALIGNED: tl.constexpr, ROWS: tl.constexpr):
+def {name}_tile({arguments}, column, t{addresses}, ALIGNED: tl.constexpr, ROWS: tl.constexpr):
     right_of, below = tl.program_id(0) % right, tl.program_id(0) // right % down
 {before}
     for step in range(0, {height} // ROWS):
@@ -87,28 +87,28 @@ def {name}_tile({given}, column, t{addresses}, ALIGNED: tl.constexpr, ROWS: tl.c
 
 
 @triton.jit(do_not_specialize=["count", "right", "down"])
-def {name}({given}):
+def {name}({arguments}):
     t = tl.program_id(1).to(tl.int64)
     column = tl.load(index + t)
     grad_address = tl.load(grads + column)
     if (grad_address != 0) & (tl.load(outcome + 1) == 0):
-{found}
+{loads}
         if ({all}) % 16 == 0:
-            {name}_tile({given}, column, t{addresses}, True, {rows})
+            {name}_tile({arguments}, column, t{addresses}, True, {rows})
         else:
-            {name}_tile({given}, column, t{addresses}, False, {rows} // 2)
+            {name}_tile({arguments}, column, t{addresses}, False, {rows} // 2)
 """
-"""A program updates a part of one tensor, in which ``right`` of them are side by side, and ``down`` below each other.
+"""A program updates a part of one tensor, which is cut into ``right`` parts per row and ``down`` parts per column.
 
-Addresses of elements that are accessed one by one take registers, and so do codes, and many arrays. A tile is half as high
-where there are such, and half as high again where there are both.
+Elements that are accessed one by one take registers for their addresses. Codes and many arrays take registers, too. Each of
+the two halves the height of a tile.
 """
 
 
 class StackSource(Schedule):
     """The Triton text of the update of tensors of one shape, which is the same for many others.
 
-    With a ``tiling``, our kernel multiplies symmetric matrices.
+    With a ``tiling``, the kernel of :mod:`.symmetric` multiplies symmetric matrices.
     """
 
     _division = "//"
@@ -119,16 +119,16 @@ class StackSource(Schedule):
         words = _WORDS.format(compute=dtype_name(compute_dtype(key.dtypes[0])))
         self.text = "".join([ELEMENT_WORDS, words, TEXT, *map(self._printed, self.loops)])
 
-    def own(self, loop: Loop) -> list[str]:
-        """The values and partial sums that the kernel of ``loop`` takes."""
-        values = [name for name in (*loop.loads, *loop.kept) if name not in self.update.inputs]
+    def temporaries(self, loop: Loop) -> list[str]:
+        """Return the names of the values and partial sums that the kernel of ``loop`` reads and writes."""
+        values = [name for name in (*loop.loads, *loop.outputs) if name not in self.update.inputs]
         return [*dict.fromkeys(values), *loop.sums]
 
     def _printed(self, loop: Loop) -> str:
         outer, inner = _tiled(loop.axes)
         arrays = [name for name in dict.fromkeys([*loop.loads, *loop.results]) if name in self.update.inputs]
         at = {"param": rows.PARAM, **{f"buffer{i}": rows.BUFFERS + i for i in range(len(self.update.inputs))}}
-        found = [f"{n}_address = tl.load(tensors + {at[n]} * count + column)" for n in arrays if n != "grad"]
+        addresses = [f"{n}_address = tl.load(tensors + {at[n]} * count + column)" for n in arrays if n != "grad"]
         batch = [d for d, letter in enumerate(loop.axes) if letter and d not in (outer, inner)]
         before = [f"i{d} = (tl.program_id(0) // right // down).to(tl.int64)" for d in batch]
         before += [f"{n} = number(coefficients, {1 + int(n[1:])} * count + column)" for n in loop.numbers]
@@ -149,20 +149,20 @@ class StackSource(Schedule):
         body += [re.sub(_NUMBER, r"number\1", text) for text in statements]
         before += [f"number{i} = number(numbers, {i})" for i in dict.fromkeys(re.findall(_NUMBER, "\n".join(statements)))]
         for to, new in loop.stores.items():
-            place, *mask = self._element(to, loop).split(", ")
+            target, *mask = self._element(to, loop).split(", ")
             dtype = self.dtypes[to]
             narrow = f"{new}{'.to(tl.float32)' * (dtype in (torch.bfloat16, torch.float16))}.to({dtype_name(dtype)})"
-            body.append(f"tl.store({', '.join([place, narrow, *mask])})")
+            body.append(f"tl.store({', '.join([target, narrow, *mask])})")
         after: list[str] = []
         for op in loop.sums.values():
             for lines, more in zip((before, body, after), self._sum(op, loop), strict=True):
                 lines += more
-        own = [f"at_{name}" for name in self.own(loop)]
+        temporaries = [f"at_{name}" for name in self.temporaries(loop)]
         return _LOOP.format(
             name=loop.name,
-            given=", ".join([*_GIVEN, *own, "count", "right", "down", *map(size, self.update.letters)]),
+            arguments=", ".join([*_FIRST, *temporaries, "count", "right", "down", *map(size, self.update.letters)]),
             addresses="".join(f", {name}_address" for name in arrays),
-            found=indented(found, "        "),
+            loads=indented(addresses, "        "),
             all=" | ".join(f"{name}_address" for name in arrays) or "0",
             rows=_ROWS if len(arrays) < 4 and all(self.dtypes[n].is_floating_point for n in arrays) else _ROWS // 2,
             height=_LANES // _COLUMNS if outer is None else _HEIGHT,
@@ -170,35 +170,35 @@ class StackSource(Schedule):
         )
 
     def _sum(self, op: TensorOp, loop: Loop) -> tuple[list[str], list[str], list[str]]:
-        """What a kernel does for a sum before its tiles, in each, and after them."""
+        """Return a kernel's statements for a sum: before its tiles, in each tile, and after them."""
         (outer, inner), name = _tiled(loop.axes), f"sum_{op.name}"
         part, copies = "0", "1"
         for d in (d for d, letter in enumerate(loop.axes) if letter and not op.axes[d]):
-            number, place = {inner: ("right", "right_of"), outer: ("down", "below")}.get(d, (size(loop.axes[d]), f"i{d}"))
-            part, copies = f"({part}) * {number} + {place}", f"{copies} * {number}"
+            number, index = {inner: ("right", "right_of"), outer: ("down", "below")}.get(d, (size(loop.axes[d]), f"i{d}"))
+            part, copies = f"({part}) * {number} + {index}", f"{copies} * {number}"
         index, mask = self._index(op.axes, loop), self._mask(op.axes, loop)
         if op.kind == "largest":
             groups = f"i{inner}_of_groups = first // {GROUP} + tl.arange(0, {_width(outer)} // {GROUP})[None, :]"
             index, mask = (text.replace(f"i{inner} // {GROUP}", f"i{inner}_of_groups") for text in (index, mask))
             to = f"at_{op.name} + t * ({numel(op.axes)}) + {index}"
             return [], [groups, f"tl.store({to}, largest({op.reads[0]}, inside), mask={mask})"], []
-        place = f"at_partial_{op.name} + (t * ({copies}) + {part}) * ({numel(op.axes)}) + {index}"
+        target = f"at_partial_{op.name} + (t * ({copies}) + {part}) * ({numel(op.axes)}) + {index}"
         mask = f", mask={mask}" * bool(mask)
         value = f"tl.where(inside, {op.reads[0]}, 0.0)"
         if outer is None or op.axes[outer]:
             in_row = f"tl.sum(tl.reshape(sums_of_rows({value}, {_ROW}), [ROWS, {_COLUMNS // _ROW}]), axis=1, keep_dims=True)"
             each = f"{value}.to(tl.float64)" if inner is not None and op.axes[inner] else in_row
             if each != in_row or outer is not None:
-                return [], [f"tl.store({place}, {each}{mask})"], []
+                return [], [f"tl.store({target}, {each}{mask})"], []
         if inner is not None and op.axes[inner]:
             count, sums, total = str(_COLUMNS), f"sums_along({value}, 0)", f"{name}[None, :]"
         else:
             count, sums, total = f"ROWS * {_COLUMNS} // ROW", f"sums_of_rows({value}, ROW)", f"tl.sum({name}, axis=0)"
         begin = [f"{name} = tl.zeros([{count}], tl.float64)"]
-        return begin, [f"{name} += {sums}"], [f"tl.store({place}, {total}{mask})"]
+        return begin, [f"{name} += {sums}"], [f"tl.store({target}, {total}{mask})"]
 
     def _element(self, name: str, loop: Loop) -> str:
-        """The place of an element, and where there is one, a mask, as arguments of a load."""
+        """Return the arguments of a load of an element: its address, and a mask if one is needed."""
         axes = self.axes_of(name)
         start = f"at_{name}" + f" + t * ({numel(axes)})" * (name not in self.update.inputs)
         mask = self._mask(axes, loop)
@@ -206,22 +206,22 @@ class StackSource(Schedule):
 
     def _mask(self, axes: Axes, loop: Loop) -> str:
         tiled = [d for d in _tiled(loop.axes) if d is not None and axes[d]]
-        return " & ".join(f"({self._place(d, axes, loop)} < {size(axes[d])})" for d in tiled)
+        return " & ".join(f"({self._index_along(d, axes, loop)} < {size(axes[d])})" for d in tiled)
 
 
 def _tiled(axes: Axes) -> tuple[int | None, int | None]:
-    """The last two axes along which there are several elements: rows and columns of tiles."""
+    """Return the last two dimensions with several elements, the rows and columns of tiles; None for absent ones."""
     *_, outer, inner = [None, None, *(d for d, letter in enumerate(axes) if letter)]
     return outer, inner
 
 
 def _width(outer: int | None) -> str:
-    """How many elements of a tile are side by side."""
+    """Return the expression of the width of a tile, in elements."""
     return f"ROWS * {_COLUMNS}" if outer is None else str(_COLUMNS)
 
 
 def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
-    """The source for a ``shape``, as of :func:`source_of`."""
+    """Return the source for a ``shape``; see :func:`source_of`."""
     tiling = tiling_of(torch.device(key.device))
     is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(n % ALIGNED for n in shape[-2:])
     dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=is_fit)
@@ -229,7 +229,7 @@ def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
 
 
 class StackKernels:
-    """The update of stacks of one ``shape`` on a GPU. What its kernels hand on is allocated in each step."""
+    """The update of stacks of one ``shape`` on a GPU. Values between kernels are allocated in each step."""
 
     def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
         source = stack_source(key, shape[1:])
@@ -243,11 +243,11 @@ class StackKernels:
         with current_device(self._device):
             self._parts = [part for event in source.events for part in self._of_event(event)]
         last = {name: i for i, part in enumerate(self._parts) for name in (*part.reads, *part.makes)}
-        self._done = [[name for name, place in last.items() if place == i] for i in range(len(self._parts))]
+        self._done = [[name for name, end in last.items() if end == i] for i in range(len(self._parts))]
 
-    def run(self, given: Mapping[str, Tensor], count: int) -> None:
-        """Update a stack, with tables of ``count`` columns: :data:`_GIVEN`, but for the constants, by name."""
-        values = {**given, "numbers": self._numbers}
+    def run(self, arguments: Mapping[str, Tensor], count: int) -> None:
+        """Update a stack, with tables of ``count`` columns, and :data:`_FIRST`, but for the constants, by name."""
+        values = {**arguments, "numbers": self._numbers}
         for part, done in zip(self._parts, self._done, strict=True):
             for name, (shape, dtype) in part.makes.items():
                 values[name] = torch.empty(shape, dtype=dtype, device=self._device)
@@ -261,13 +261,13 @@ class StackKernels:
             yield from (self._added(name) for name in event.sums if name in self._source.partial)
         else:
             run = self._symmetric(event) or (lambda values, count: multiply(event, values))
-            yield _Part(event.reads, self._made(event.name), run)
+            yield _Part(event.reads, self._layouts(event.name), run)
 
-    def _made(self, *names: str) -> dict[str, tuple[list[int], torch.dtype]]:
+    def _layouts(self, *names: str) -> dict[str, tuple[list[int], torch.dtype]]:
         return {n: (self._source.shape(n, self._count, self._sizes), self._source.dtypes[n]) for n in names}
 
     def _tiles(self, loop: Loop) -> tuple[int, int]:
-        """How many tiles are side by side, and how many programs' below each other."""
+        """Return the number of tiles per row, and of programs' tiles per column."""
         height, width = (None if d is None else self._sizes[loop.axes[d]] for d in _tiled(loop.axes))
         if height is None:
             return -(-(width or 1) // _LANES), 1
@@ -276,21 +276,21 @@ class StackKernels:
 
     def _loop(self, loop: Loop) -> _Part:
         (right, down), source = self._tiles(loop), self._source
-        own = source.own(loop)
+        temporaries = source.temporaries(loop)
         batch = math.prod(self._sizes[a] for d, a in enumerate(loop.axes) if d not in _tiled(loop.axes))
-        makes = self._made(*loop.kept, *loop.sums)
-        types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3, *(source.dtypes[name] for name in own)]
+        makes = self._layouts(*loop.outputs, *loop.sums)
+        types = [torch.int64, torch.int64, torch.int64, *[torch.float64] * 3, *(source.dtypes[name] for name in temporaries)]
         sizes = [self._sizes[letter] for letter in source.update.letters]
         grid = right * down * batch, self._count
         launch = launcher(getattr(self._module, loop.name), grid, types, (8, right, down, *sizes), self._device)
 
         def run(values: Values, count: int) -> None:
-            launch([values[name] for name in (*_GIVEN, *own)], (count, right, down, *sizes))
+            launch([values[name] for name in (*_FIRST, *temporaries)], (count, right, down, *sizes))
 
-        return _Part([name for name in own if name not in makes], makes, run)
+        return _Part([name for name in temporaries if name not in makes], makes, run)
 
     def _copies(self, op: TensorOp, loop: Loop) -> int:
-        """How many partial sums a sum has for each element."""
+        """Return the number of partial sums for each element of a sum."""
         outer, inner = _tiled(loop.axes)
         right, down = self._tiles(loop)
         gone = (d for d, letter in enumerate(loop.axes) if letter and not op.axes[d])
@@ -298,7 +298,7 @@ class StackKernels:
 
     def _added(self, partial: str) -> _Part:
         _, op = self._source.partial[partial]
-        makes = self._made(op.name)
+        makes = self._layouts(op.name)
         shape, dtype = makes[op.name]
         numel = math.prod(shape[1:])
         wide = 1 if numel == 1 else 32
@@ -307,27 +307,27 @@ class StackKernels:
         return _Part([partial], makes, lambda values, _: launch([values[partial], values[op.name]], counts))
 
     def _symmetric(self, op: TensorOp) -> Callable[[Values, int], object] | None:
-        """What computes a product that is symmetric; None where torch does, or it is not known to be."""
+        """Return the function that computes a symmetric product; None if torch does, or it is not known to be symmetric."""
         (name, *others), tiling, transposed = op.reads, self._source.tiling, op.transposed[0]
         if tiling is None or not (
             op.kind == "quadratic" or (op.half and others == [name] and transposed != op.transposed[1])
         ):
             return None
-        numbers = [(kind == "k", int(place)) for kind, place in re.findall(r"(k|numbers\[)(\d+)", op.expression)]
+        numbers = [(kind == "k", int(i)) for kind, i in re.findall(r"(k|numbers\[)(\d+)", op.expression)]
         kind = ("each" if numbers[0][0] else "same") if numbers else ""
         shape = self._source.shape(name, self._count, self._sizes)
         multiplied = multiplier(self._module, tiling, shape, self._device, transposed=transposed, numbers=kind)
 
         def run(values: Values, count: int) -> None:
             coefficients, constants = values["coefficients"], values["numbers"]
-            given = [coefficients[1 + place] if of_rule else constants[place:] for of_rule, place in numbers]
-            multiplied(values[name], values[op.name], given or [constants] * 3, values["index"])
+            abc = [coefficients[1 + i] if of_rule else constants[i:] for of_rule, i in numbers]
+            multiplied(values[name], values[op.name], abc or [constants] * 3, values["index"])
 
         return run
 
 
 class _Part(NamedTuple):
-    """Something that a step does, with the values that it reads, and shape and dtype of those that it makes."""
+    """A part of a step: ``run``, the values that it reads, and shape and dtype of those that it makes."""
 
     reads: Sequence[str]
     makes: Mapping[str, tuple[list[int], torch.dtype]]

@@ -34,14 +34,14 @@ def evaluated(
 
     ``scalars`` are :attr:`Plan.scalars` before the step; ``constants`` and ``group_index`` as in :class:`TorchLowering`;
     ``hypers`` the elements of the present hyperparameters, of several groups one after the other, or vectors with an entry
-    per tensor. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, none where gradients are
-    used as they are. ``square_sum`` is of all gradients, None where nobody needs it. ``neutral`` names numbers that are 1
-    for all tensors, by which nothing has to be multiplied.
+    per tensor. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, empty if gradients are
+    not clipped. ``square_sum`` is of all gradients, None if no norm is needed. ``neutral`` names numbers that are 1 for all
+    tensors, which are not multiplied.
 
     Returns:
-        The rows of coefficients, with one entry per tensor: the factor of the gradient, 1 where the step is skipped, else 0,
-        and what the rule's update takes; entries of absent tensors have no meaning. The scalars after the step. The norm of
-        all gradients, and 1 where the step is skipped; None without clipping.
+        The rows of coefficients, with one entry per tensor: the factor of the gradient, 1 if the step is skipped, else 0,
+        and the attributes of ``c`` in the rule's update; entries of absent tensors are undefined. The scalars after the
+        step. The norm of all gradients, and 1 if the step is skipped; None without clipping.
     """
     if len(hypers) > (count := sum(h.length for h in rule.present_hypers(statics))):
         hypers = torch.stack(list(hypers)).view(-1, count)[group_index].unbind(1)
@@ -53,8 +53,8 @@ def evaluated(
         clip, norm, skipped = scaled(total, *clipping)
         skipped = torch.as_tensor(skipped, dtype=scalars.dtype, device=scalars.device)
         outcome = torch.stack([norm, skipped])
-        live = (skipped == 0).expand_as(factor)
-        present = live if present is None else present & live
+        is_taken = (skipped == 0).expand_as(factor)
+        present = is_taken if present is None else present & is_taken
         factor, skip = factor * clip, skipped.expand_as(factor)
     step = scalars[0] + 1
     values: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
@@ -69,21 +69,21 @@ def evaluated(
     return [factor, skip, *(rows[name] for name in rule.coefficient_names(statics))], new, outcome
 
 
-def note_outcome(outcome: Tensor, found: Tensor, *, counts: bool) -> None:
-    """Write the norm and skip that were ``found`` to ``outcome``, a :meth:`Clipping.outcome` that ``counts`` skips."""
-    skipped = outcome[2:] + found[1:] if counts else outcome[2:]
-    outcome.copy_(torch.cat([found, skipped]))
+def note_outcome(outcome: Tensor, measured: Tensor, *, counts: bool) -> None:
+    """Write the ``measured`` norm and skip to ``outcome``, a :meth:`Clipping.outcome`; add up skips if ``counts``."""
+    skipped = outcome[2:] + measured[1:] if counts else outcome[2:]
+    outcome.copy_(torch.cat([measured, skipped]))
 
 
 class Lowering:
-    """Runs the step of one plan. It writes compilations and fallbacks to the log.
+    """A way to run the step of one plan. It writes compilations and fallbacks to the log.
 
     A step is :meth:`compile`, :meth:`prepare`, :meth:`measure` where the norm of all gradients is needed, :meth:`launch`,
-    and :meth:`finish`. The device's work is in ``measure`` and ``launch`` alone, and a CUDA graph can repeat it.
+    and :meth:`finish`. Only ``measure`` and ``launch`` use the device, and a CUDA graph can repeat them.
 
     Attributes:
-        name: what reports call it.
-        square_sum_count: how many partial sums :meth:`measure` writes, once it is compiled.
+        name: the name in reports.
+        square_sum_count: the number of partial sums that :meth:`measure` writes; known after :meth:`compile`.
     """
 
     name: str
@@ -91,25 +91,25 @@ class Lowering:
 
     def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
         self.plan, self._clipping, self._log = plan, clipping, log
-        self._grads: Sequence[Any] = ()  # None where there is none
+        self._grads: Sequence[Any] = ()  # None for absent ones
         self._all_square_sums: Tensor | None = None
 
     def compile(self) -> None:
-        """Make what does not exist yet: kernels, and the tables they read.
+        """Create the kernels that do not exist yet, and the tables that they read.
 
         Raises:
-            RecompileError: that is forbidden here. Nothing is changed then.
+            RecompileError: compilation is forbidden here. Nothing is changed then.
             CompilerError: a kernel does not compile on this machine. Another lowering has to run the plan.
         """
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        """Let :meth:`measure` write to ``square_sums``, a part of ``all_square_sums``: those of all gradients."""
+        """Let :meth:`measure` write to ``square_sums``, a part of the ``all_square_sums`` of all gradients."""
         self._square_sum, self._all_square_sums = square_sums, all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
-        """Take what was assigned, and ``grads``, an entry per parameter; None for their own ``grad``.
+        """Take assigned hyperparameters, and ``grads``, with an entry per parameter; None for their own ``grad``.
 
-        Graphs of the devices ``captures`` are being captured.
+        ``captures`` are the devices on which a graph is being captured.
         """
         self._grads = self.plan.gradients(grads)
 
@@ -123,27 +123,27 @@ class Lowering:
             raise AssertionError("totals are over all plans")
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
-        """As :meth:`launch`, of a rule that has totals.
+        """Do :meth:`launch` of a rule that has totals.
 
-        At each stage with totals, it yields the sums over the plan, a tensor of shape (totals,). It is sent the sums over
-        all plans, devices and processes, followed by the results of the rule's ``adapt``.
+        At each stage with totals, yield the sums over the plan, a tensor of shape (totals,). Receive the sums over all
+        plans, devices and processes, followed by the results of the rule's ``adapt``.
         """
         raise NotImplementedError("totals are of dense gradients, and of elementwise rules")
 
     def finish(self) -> None:
-        """Let go of the gradients."""
+        """Release the gradients."""
         self.plan.finish()
         self._grads = ()
 
 
 class TorchLowering(Lowering):
-    """Runs the step of one plan: the coefficients first, in torch operations, then what a subclass makes of them.
+    """The step of one plan: the coefficients first, in torch operations, then the update of a subclass.
 
     Coefficients are evaluated for all tensors at once, in float64 where the device has it.
 
     Attributes:
-        constants: the signs of the gradients, and then the :attr:`Plan.numbers`, with one entry per tensor.
-        group_index: which of the plan's groups each tensor is in.
+        constants: the signs of the gradients, then the :attr:`Plan.numbers`, with one entry per tensor.
+        group_index: the index of each tensor's group in the plan.
         neutral: the names of those numbers that are 1 for all tensors.
     """
 
@@ -154,11 +154,11 @@ class TorchLowering(Lowering):
         rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
-        given = plan.recorded_scalars
-        # The scalars as the last step left them, with its graph, and their version.
-        self._recorded: tuple[int, Tensor] | None = None if given is None else (plan.scalars._version, given)
-        device = plan.device  # a cache that knows this object would keep it alive
-        self._mask_of = functools.lru_cache(256)(lambda marks: torch.tensor(marks, device=device))  # a new one waits for it
+        recorded = plan.recorded_scalars
+        # The version of the scalars after the last step, and the scalars with their autograd graph.
+        self._recorded: tuple[int, Tensor] | None = None if recorded is None else (plan.scalars._version, recorded)
+        device = plan.device  # a cache that refers to this object would keep it alive; a new mask waits for the device
+        self._mask_of = functools.lru_cache(256)(lambda marks: torch.tensor(marks, device=device))
 
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         coefficients, mask = self._advance()
@@ -171,22 +171,22 @@ class TorchLowering(Lowering):
             means = sums[: totals.start - sums_of.start] / self._counts
             coefficients = torch.cat([coefficients, means])
             if totals.start < totals.stop:
-                own = sums[totals.start - sums_of.start :]
-                given = yield (own if mask is None else torch.where(mask, own, 0.0)).sum(1)
-                coefficients = torch.cat([coefficients, given.unsqueeze(1).expand(-1, sums.shape[1])])
+                local = sums[totals.start - sums_of.start :]
+                total = yield (local if mask is None else torch.where(mask, local, 0.0)).sum(1)
+                coefficients = torch.cat([coefficients, total.unsqueeze(1).expand(-1, sums.shape[1])])
         self._update(coefficients)
 
     def _advance(self) -> tuple[Tensor, Tensor | None]:
         """Count a step of every parameter with a gradient.
 
-        Returns the coefficients, a (2 + coefficients, tensors) matrix of the rows of :func:`evaluated`, and which parameters
-        have a gradient (None if all).
+        Return the coefficients, a (2 + coefficients, tensors) matrix of the rows of :func:`evaluated`, and a mask of the
+        parameters that have a gradient (None if all).
         """
         plan, clipping = self.plan, self._clipping
         present = tuple(grad is not None for grad in self._grads)
         mask = None if all(present) else self._mask_of(present)
-        live = [t for group in plan.groups for h in plan.hypers for t in group.read_only(h.name)]
-        hypers = [t.to(plan.device, plan.scalars.dtype) for t in live]
+        tensors = [t for group in plan.groups for h in plan.hypers for t in group.read_only(h.name)]
+        hypers = [t.to(plan.device, plan.scalars.dtype) for t in tensors]
         total = None if clipping.idle or self._all_square_sums is None else self._all_square_sums.sum()
         coefficients, outcome = self._evaluated(hypers, total, mask)
         if outcome is not None and not clipping.idle:
@@ -194,16 +194,16 @@ class TorchLowering(Lowering):
         return coefficients, mask
 
     def _evaluated(self, hypers: list[Tensor], total: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Update the plan's scalars; ``total`` is the sum of all squares. Returns the coefficients and the outcome."""
+        """Update the plan's scalars; ``total`` is the sum of all squares. Return the coefficients and the outcome."""
         scalars, version = self.plan.scalars, self.plan.scalars._version
-        if self._recorded is not None and self._recorded[0] == version:  # nobody wrote to them since
+        if self._recorded is not None and self._recorded[0] == version:  # unchanged since
             before = self._recorded[1]
         else:
             before = scalars.clone() if torch.is_grad_enabled() else scalars
         clip_args = () if self._clipping.idle else self._clipping.tensors(self.plan.device)
         of_plan = self.plan.rule, self.plan.statics, before, self.constants, self.group_index
         rows, new, outcome = evaluated(*of_plan, hypers, clip_args, total, present, self.neutral)
-        coefficients = torch.stack(rows)  # before the scalars change: a coefficient may be a view of them
+        coefficients = torch.stack(rows)  # before the scalars change: a coefficient may be a view of one
         scalars.copy_(new.detach())
         self._recorded = (scalars._version, new) if new.requires_grad else None
         return coefficients, outcome
@@ -222,11 +222,11 @@ class TorchLowering(Lowering):
 
 
 class EagerLowering(TorchLowering):
-    """Runs the step of one plan tensor by tensor, without compiling anything: for debugging, and for gradients through it.
+    """The step of one plan tensor by tensor, uncompiled: for debugging, and for gradients through the step.
 
     With ``differentiable`` the step is recorded by autograd: the new parameter, which replaces the old one in place, and the
     new state depend on the old ones, on the gradient and on every hyperparameter tensor that requires grad. The state
-    tensors are replaced, so that the recorded ones stay as they were.
+    tensors are replaced, so that autograd's recorded ones are unchanged.
     """
 
     name = "eager"
@@ -241,7 +241,7 @@ class EagerLowering(TorchLowering):
             yield from super().launch_in_stages()
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
-        if not self.plan.is_meta:  # else there is nothing to sum
+        if not self.plan.is_meta:  # which have nothing to sum
             for i, lists, values in self._lists(coefficients):
                 sums[:, i] = torch.stack([total for (total,) in lists.sums(stage, values)])
 
@@ -254,7 +254,7 @@ class EagerLowering(TorchLowering):
                 member.put(name, new) if self._differentiable and old is not member.param else old.copy_(new)
 
     def _lists(self, coefficients: Tensor) -> Iterator[tuple[int, Lists, Values]]:
-        """The parameters that have a prepared gradient, each by its position, in lists of one tensor."""
+        """Yield the position, the lists of one tensor and the values of each parameter that has a prepared gradient."""
         for i, (grad, column) in enumerate(zip(self._grads, coefficients.unbind(1), strict=True)):
             if grad is None:
                 continue

@@ -1,13 +1,13 @@
 """The lowering through torch.compile and Inductor, C++ on a CPU and Triton on a GPU.
 
-A step that is called updates a list of tensors with a launch. A list has a fixed number of tensors of any sizes, updated
-where they are. So one kernel per :class:`KernelKey` serves every list of the process: neither the number of tensors, nor
-their shapes, nor which of them have gradients compile anything.
+A step that is called updates each list of tensors with one launch. A list has a fixed number of tensors of any sizes, which
+are updated in place. So one kernel per :class:`KernelKey` serves every list of the process: neither the number of tensors,
+nor their shapes, nor the set of gradients cause a recompile.
 
 A step in a compiled region is operations of the graph that is being traced, which a compiler fuses with those around them.
-Nothing of it runs on the host when the compiled code does: whatever the step reads and writes is an argument. Dynamo reads
-these tensors from the optimizer whenever compiled code is called, and hands them over. It does not trace the step itself but
-calls it on stand-ins, as does whoever compiles the graph; so the step is written like any other.
+None of it runs on the host when the compiled code runs: all tensors that the step reads and writes are arguments. Dynamo
+reads these from the optimizer whenever compiled code is called, and passes them. Dynamo does not trace the step itself but
+calls it on fake tensors, and so do compilers of the graph; so the step is written like any other.
 """
 
 from __future__ import annotations
@@ -37,26 +37,26 @@ from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import filled
 
 Kernel: TypeAlias = Mapping[int, Callable[[list[Tensor]], Any]]
-"""The code of one key, a function of tensors for each stage of the rule's reductions, and for the update."""
+"""The code of one key: a function of tensors for each stage of the rule's reductions, and for the update."""
 
-UPDATE = -1  # what stands for a stage where a kernel updates, or evaluates coefficients
+UPDATE = -1  # the stage of a kernel that updates, or evaluates coefficients
 
 COUNT, COUNT_UNFUSED = 16, 4
-"""Tensors in a list, where Inductor makes one kernel of a list and where it makes a loop for each of its tensors."""
+"""The tensors in a list if Inductor makes one kernel of a list, and if it makes a loop for each of its tensors."""
 
 _ALIGNED = 16  # the row length of ungrouped tensors: fixed, so that Inductor can vectorize
-_TENSORS, _GROUPS = 7, 3  # that coefficients are compiled with
+_TENSORS, _GROUPS = 7, 3  # sizes to compile coefficients with
 
 _INDICES = (1 << 31) - (1 << 16)
-"""How many elements code for an accelerator tells apart that was made for few: the last block's indices have 32 bits too."""
+"""The most elements for the 32-bit indices of Inductor's code for accelerators; those of the last block must fit, too."""
 
 OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
-_LIST_OPTIONS = {"combo_kernel_max_num_args": 1 << 20}  # a list is one kernel, whatever it reads
-_kernels: dict[KernelKey, Kernel | str] = {}  # or why there is none
+_LIST_OPTIONS = {"combo_kernel_max_num_args": 1 << 20}  # a list is one kernel, however much it reads
+_kernels: dict[KernelKey, Kernel | str] = {}  # or the reason if none compiles
 
 
 def fits_indices(device: torch.device, elements: int) -> bool:
-    """Whether Inductor's code for ``device`` can count so many elements."""
+    """Return True if Inductor's code for ``device`` can index so many elements."""
     return device.type == "cpu" or elements <= _INDICES
 
 
@@ -71,8 +71,8 @@ def say_too_large(log: CompilationLog, name: str) -> None:
 class Vectors:
     """A member's parameter, gradient and buffers as vectors of real numbers, in the order of the parameter's memory.
 
-    They are the memory itself, but for a parameter whose memory has gaps, and where the rule has numbers for groups of
-    elements and the last group is not whole: then they are copies, filled up to the end of the group.
+    They share the tensors' memory, with two exceptions. A parameter whose memory has gaps is copied. If the rule has numbers
+    for groups of elements and the last group is incomplete, they are copies, padded to the end of the group.
     """
 
     def __init__(self, plan: Plan, member: Member) -> None:
@@ -83,14 +83,14 @@ class Vectors:
         self._fills = [bool(grouped) and name not in grouped for name in ("param", *plan.buffers)]
 
     def read(self, grad: Any) -> list[Tensor]:
-        """Parameter, ``grad`` and buffers."""
+        """Return the vectors of parameter, ``grad`` and buffers."""
         self._order.load()
         param, *buffers = (filled(t) if fills else t for t, fills in zip(self._memory, self._fills, strict=True))
         vector = flat(self._order.arranged(grad))
         return [param, filled(vector) if self._fills[0] else vector, *buffers]
 
     def store(self, new: Sequence[Tensor]) -> None:
-        """Write the new parameter and buffers to where they were read from."""
+        """Write the new parameter and buffers to the tensors that were read."""
         for memory, vector in zip(self._memory, new, strict=True):
             if vector is not memory:
                 memory.copy_(vector[: len(memory)])
@@ -98,9 +98,9 @@ class Vectors:
 
 
 class InductorLowering(TorchLowering):
-    """Runs the step of one plan with Inductor's kernels, or without where these cannot count a tensor's elements.
+    """The step of one plan with Inductor's kernels, or uncompiled where these cannot index a tensor's elements.
 
-    On accelerators, where each operation is a launch, a graph evaluates the coefficients. Where the lowering is not
+    On accelerators, where each operation is a launch, a graph evaluates the coefficients. If the lowering is not
     ``compiled``, it runs the operations that kernels are compiled from.
     """
 
@@ -125,7 +125,7 @@ class InductorLowering(TorchLowering):
         self._compiled: list[Part | CoefficientGraph] = [*([] if self._graph is None else [self._graph]), *self._parts]
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
-        """The key of the kernel that updates ``member``, and whether that can count its elements."""
+        """Return the key of the kernel that updates ``member``, and True if that can index its elements."""
         plan, numel = self.plan, real_numel(member.param)
         in_rows = plan.grouped_buffers or (lists.fuses_lists(plan.device) and numel % _ALIGNED == 0)
         key = kernel_key(plan, member, grad_dtype, LISTS_OF_ROWS if in_rows else LISTS)
@@ -145,8 +145,8 @@ class InductorLowering(TorchLowering):
         table = torch.stack(hypers).view(len(plan.groups), -1)
         present, total = graph.all if present is None else present, graph.nothing if total is None else total
         numbers = [t.to(plan.device, plan.scalars.dtype) for t in self._clipping.tensors(plan.device)]
-        given = [plan.scalars, table, self.constants, self.group_index, present, total, *numbers]
-        coefficients, outcome = graph.kernel[UPDATE](given)
+        arguments = [plan.scalars, table, self.constants, self.group_index, present, total, *numbers]
+        coefficients, outcome = graph.kernel[UPDATE](arguments)
         return coefficients, outcome
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
@@ -162,7 +162,7 @@ class Part:
     """Tensors of a plan, at ``positions``, that share a kernel, which updates the ``vectors`` of each."""
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors]) -> None:
-        # Tensors of similar sizes share a list, whatever their order.
+        # Tensors of similar sizes share a list, in any order.
         self.positions = tuple(sorted(positions, key=lambda i: -plan.members[i].param.numel()))
         self.key = key
         self.kernel: Kernel | None = None
@@ -171,7 +171,7 @@ class Part:
         self._vectors = [vectors(plan, plan.members[i]) for i in self.positions]
         columns_of = functools.partial(_columns_of, self.positions, self._count, key.device)
         self._columns_of = functools.lru_cache(256)(columns_of)
-        # They fill up the last list.
+        # Padding of the last list.
         self._stand_ins = [torch.zeros(1, *row, dtype=dtype, device=key.device) for row, dtype in _kinds(key)]
 
     def update(self, grads: Sequence[Any], coefficients: Tensor) -> None:
@@ -182,15 +182,15 @@ class Part:
 
     def reduce(self, stage: int, grads: Sequence[Any], coefficients: Tensor, sums: Tensor) -> None:
         """Write a stage's sums over each tensor to ``sums``, (expressions, tensors of the plan)."""
-        for here, _, found in self._run(stage, grads, coefficients):
-            for place, k in enumerate(here):  # torch adds up many numbers on many processors, whatever their number
-                own = [sum_of(e, self._numels[k], sums.dtype) for e in found[place :: self._count]]
-                sums[:, self.positions[k]] = torch.stack(own)
+        for here, _, results in self._run(stage, grads, coefficients):
+            for j, k in enumerate(here):  # in torch, which sums in parallel at any count
+                of_tensor = [sum_of(e, self._numels[k], sums.dtype) for e in results[j :: self._count]]
+                sums[:, self.positions[k]] = torch.stack(of_tensor)
 
     def _run(
         self, stage: int, grads: Sequence[Any], coefficients: Tensor
     ) -> Iterator[tuple[Sequence[int], list[list[Tensor]], Sequence[Tensor]]]:
-        """Run a stage on each list: yield the tensors with a gradient, the kernel's arguments for each, and its results."""
+        """Run a stage on each list. Yield the indices of its tensors, the kernel's arguments for each, and its results."""
         assert self.kernel is not None
         present = tuple(k for k, i in enumerate(self.positions) if grads[i] is not None and grads[i].numel())
         if not present:
@@ -199,28 +199,28 @@ class Part:
         for start in range(0, len(present), self._count):
             here = present[start : start + self._count]
             tensors = [self._vectors[k].read(grads[self.positions[k]]) for k in here]
-            shaped = [[t.view(-1, *s.shape[1:]) for t, s in zip(own, self._stand_ins, strict=True)] for own in tensors]
+            shaped = [[t.view(-1, *s.shape[1:]) for t, s in zip(each, self._stand_ins, strict=True)] for each in tensors]
             shaped += [self._stand_ins] * (self._count - len(here))
-            given = [*itertools.chain(*zip(*shaped, strict=True)), rows[start : start + self._count]]
-            yield here, tensors, self.kernel[stage](given)
+            arguments = [*itertools.chain(*zip(*shaped, strict=True)), rows[start : start + self._count]]
+            yield here, tensors, self.kernel[stage](arguments)
 
 
 def _columns_of(positions: Sequence[int], count: int, device: str, present: Sequence[int]) -> Tensor:
-    """The ``positions`` with a gradient (``present``), padded with one position to a multiple of ``count``."""
-    found = [positions[k] for k in present]
-    return torch.tensor(found + found[:1] * (-len(found) % count), device=device)
+    """Return the ``positions`` of gradients (``present``), padded with one of them to a multiple of ``count``."""
+    columns = [positions[k] for k in present]
+    return torch.tensor(columns + columns[:1] * (-len(columns) % count), device=device)
 
 
 class CoefficientGraph:
-    """The kernel that evaluates the coefficients of any plan of a rule, however many tensors and groups it has.
+    """The kernel that evaluates the coefficients of any plan of a rule, for any number of tensors and groups.
 
-    It takes clipping and the numbers of parameters where they are neutral, too: ``all`` tensors have gradients, and
-    ``nothing`` is the sum of their squares.
+    It takes neutral clipping and numbers of parameters, too. ``all`` is the mask if all tensors have gradients, and
+    ``nothing`` the sum of their squares if no norm is needed.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.positions = range(len(plan.members))
-        # Whether a hyperparameter is 0 is no choice of this code.
+        # This code is the same for hyperparameters that are 0.
         statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
         self.key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
         self.kernel: Kernel | None = None
@@ -234,7 +234,7 @@ def _count(key: KernelKey) -> int:
 
 @functools.cache
 def _kinds(key: KernelKey) -> list[tuple[tuple[int, ...], torch.dtype]]:
-    """The shape of a row and the dtype of the parameter, the gradient and each buffer."""
+    """Return the shape of a row and the dtype of the parameter, the gradient and each buffer."""
     statics = dict(key.statics)
     grouped = key.rule.grouped_buffers(statics)
     columns = 0 if key.arrangement == LISTS else GROUP if grouped else _ALIGNED
@@ -258,7 +258,7 @@ def _make(key: KernelKey) -> Kernel | str:
 
 
 def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> tuple[list[Tensor], list[list[int]]]:
-    """Tensors to compile a stage with, and the dimensions of each that vary."""
+    """Return tensors to compile a stage with, and the dimensions of each that vary."""
     statics, wide = dict(key.statics), scalar_dtype(torch.device(device))
     if key.updates:
         tensors = [torch.zeros(size, *row, dtype=dtype, device=device) for row, dtype in _kinds(key) for size in sizes]
@@ -273,27 +273,27 @@ def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> t
 
 
 def uncompiled(key: KernelKey) -> Kernel:
-    """The functions of tensors by stage, uncompiled."""
+    """Return the functions of tensors by stage, uncompiled."""
     if not key.updates:
         return {UPDATE: functools.partial(_evaluate, key)}
     return {stage: functools.partial(_run_lists, key, stage) for stage in (UPDATE, *key.rule.stages(dict(key.statics)))}
 
 
 def _run_lists(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Update the tensors; or return each expression of a stage of reductions, element by element."""
+    """Update the tensors, or return the elements of each expression of a stage of reductions."""
     params, grads, *buffers, (columns,) = _split(tensors, _count(key))
     dtype = compute_dtype(params[0].dtype)
     scales, skips, *numbers = [list(c.to(dtype).unbind()) for c in columns.unbind(1)]
-    given = Lists(programs(key.rule, key.statics, lists.fuses_lists(torch.device(key.device))), [params, *buffers], skips)
-    values = given.values(grads, scales, numbers)
+    update = Lists(programs(key.rule, key.statics, lists.fuses_lists(torch.device(key.device))), [params, *buffers], skips)
+    values = update.values(grads, scales, numbers)
     if stage == UPDATE:
-        given.update(values)
+        update.update(values)
         return ()
-    return tuple(e for es in given.expressions(stage, values) for e in torch._foreach_mul(es, 1.0))
+    return tuple(e for es in update.expressions(stage, values) for e in torch._foreach_mul(es, 1.0))
 
 
 def _evaluate(key: KernelKey, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-    """Update the scalars. Returns the coefficients and the outcome."""
+    """Update the scalars. Return the coefficients and the outcome."""
     scalars, table, constants, group_index, present, total, *clipping = tensors
     statics, hypers = dict(key.statics), table[group_index].unbind(1)
     rows, new, outcome = evaluated(key.rule, statics, scalars, constants, group_index, hypers, clipping, total, present)
@@ -304,7 +304,7 @@ def _evaluate(key: KernelKey, tensors: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
-    """Why the step of ``plans`` cannot be inlined; empty if it can."""
+    """Return why the step of ``plans`` cannot be inlined; empty if it can."""
     reasons = [
         ("there are no parameters", not plans),
         ("parameters are on several devices", len({plan.device for plan in plans}) > 1),
@@ -316,7 +316,7 @@ def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
         reduces = bool(rule.stages(plan.statics))
         fails = reduces and lists.fuses_lists(plan.device) and not compiles_means_with_lists()
         reasons += [
-            (f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses what is there", ends_early),
+            (f"a parameter like '{name}' ends inside of a group of elements, and Inductor loses the last group", ends_early),
             (f"{rule.name} does not work element by element", not rule.is_elementwise),
             (f"'{name}' has no memory of its own", plan.wrapped),
             (f"'{name}' shares memory with another parameter", plan.shares_memory),
@@ -329,15 +329,15 @@ def obstacle(plans: Sequence[Plan], clipping: Clipping) -> str:
 
 
 class InlinedStep:
-    """The step of all plans as a function of tensors, where :func:`obstacle` finds nothing.
+    """The step of all plans as a function of tensors, if :func:`obstacle` finds nothing.
 
     Attributes:
         tensors: those that it reads and writes besides parameters, gradients, hyperparameters and clipping.
-        names: of these, such as ``exp_avg/0.weight``; of what belongs to several parameters, with the number of a plan.
-        hypers: which hyperparameters it reads or writes: the indices of their groups, and their names.
+        names: of these, such as ``exp_avg/0.weight``, or ``scalars/0`` with the index of a plan for those of a plan.
+        hypers: the hyperparameters that it reads or writes: the indices of their groups, and their names.
         clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
-            gradient scaler are neutral, since each step that one calls has tensors of its own.
-        clips: whether users assigned one of them, so that steps without a scaler use them too.
+            gradient scaler are neutral, since an inlined step has tensors of its own.
+        clips: True if users assigned one of them, so that steps without a scaler use them too.
     """
 
     def __init__(
@@ -358,16 +358,16 @@ class InlinedStep:
         named = [("outcome", clipping.outcome(plans[0].device))]
         for k, (plan, lowering) in enumerate(zip(plans, lowerings, strict=True)):
             about = {"scalars": plan.scalars, "constants": lowering.constants, "groups": lowering.group_index}
-            named += [(f"{what}/{k}", tensor) for what, tensor in about.items()]
+            named += [(f"{kind}/{k}", tensor) for kind, tensor in about.items()]
             named += [(f"{name}/{member.name}", member.entries[name]) for name in plan.buffers for member in plan.members]
         self.names, self.tensors = [name for name, _ in named], [tensor for _, tensor in named]
 
     def follows(self, clipping: Clipping) -> bool:
-        """Whether what was assigned is in the tensors that were assigned when this was made."""
+        """Return True if ``clipping`` has the same assigned tensors as when this step was built."""
         return all(map(is_, clipping.chosen, self._chosen))
 
     def choices(self) -> dict[str, str]:
-        """By name, what shapes the operations and is in none of the tensors' shapes and dtypes."""
+        """Return the choices, by name, that determine the operations besides the tensors' shapes and dtypes."""
         chosen = {"clipping": "on" if self.clips else "off", "schedules": str(self._schedules.scheduled)}
         for plan, neutral in zip(self._plans, self._neutral, strict=True):
             for member, maximizes in zip(plan.members, plan.maximizes, strict=True):
@@ -384,29 +384,28 @@ class InlinedStep:
         hypers: Sequence[Sequence[Tensor]],
         clipping: Sequence[Tensor],
     ) -> None:
-        """Update those of ``params`` that have a gradient.
+        """Update the ``params`` that have a gradient.
 
-        There is a parameter and an entry of ``grads`` for each of the optimizer's parameters. The others stand for the
-        attributes of these names; of a hyperparameter there are one or more numbers. ``clipping`` is empty where gradients
-        are used as they are.
+        ``params`` and ``grads`` have an entry for each of the optimizer's parameters. The others replace the attributes of
+        these names; a hyperparameter has one or more numbers. ``clipping`` is empty if gradients are not clipped.
         """
-        rest, values = iter(tensors), dict(zip(self.hypers, hypers, strict=True))
-        outcome = next(rest)
-        by_plan = [list(itertools.islice(rest, 3 + len(p.buffers) * len(p.members))) for p in self._plans]
+        remaining, values = iter(tensors), dict(zip(self.hypers, hypers, strict=True))
+        outcome = next(remaining)
+        by_plan = [list(itertools.islice(remaining, 3 + len(p.buffers) * len(p.members))) for p in self._plans]
         self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
         total = square_sum(grads, outcome.device) if self.clips else None
         about = zip(self._plans, self._neutral, self._positions, self._hypers, by_plan, strict=True)
-        for plan, neutral, places, used, given in about:
-            scalars, constants, group_index, *entries = given
-            numbers = [number for where in used for number in values[where]]
-            own = [grads[i] for i in places]
+        for plan, neutral, positions, plan_hypers, plan_tensors in about:
+            scalars, constants, group_index, *entries = plan_tensors
+            numbers = [number for hyper in plan_hypers for number in values[hyper]]
+            plan_grads = [grads[i] for i in positions]
             before = scalars.clone()  # a coefficient may be a view of them
-            of_plan, marks = (plan.rule, plan.statics, before, constants, group_index), _marks(own, scalars.device)
-            rows, new, found = evaluated(*of_plan, numbers, clipping, total, marks, neutral)
+            of_plan, marks = (plan.rule, plan.statics, before, constants, group_index), _marks(plan_grads, scalars.device)
+            rows, new, measured = evaluated(*of_plan, numbers, clipping, total, marks, neutral)
             scalars.copy_(new)
-            if found is not None:
-                note_outcome(outcome, found, counts=plan.is_first)
-            _update_in_graph(plan, [params[i] for i in places], own, entries, rows, clips=bool(clipping))
+            if measured is not None:
+                note_outcome(outcome, measured, counts=plan.is_first)
+            _update_in_graph(plan, [params[i] for i in positions], plan_grads, entries, rows, clips=bool(clipping))
 
 
 def _update_in_graph(
@@ -418,7 +417,7 @@ def _update_in_graph(
     *,
     clips: bool,
 ) -> None:
-    """Update those of a plan's ``params`` that have a gradient, by the rows of :func:`evaluated`.
+    """Update the ``params`` of a plan that have a gradient, by the rows of :func:`evaluated`.
 
     ``entries`` are the tensors of each buffer. Only a step that ``clips`` uses the first two rows.
     """
@@ -430,22 +429,22 @@ def _update_in_graph(
     signs = [-1.0 if plan.maximizes[i] else 1.0 for i in present]
     scales, skips = columns[:2] if clips else (signs if -1.0 in signs else None, None)
     targets = [[tensors[i] for i in present] for tensors in _split([*params, *entries], len(params))]
-    given = Lists(programs(plan.rule, tuple(plan.statics.items()), fuses), targets, skips)
-    given.update_by_means(given.values(list(present.values()), scales, columns[2:] if clips else columns))
+    update = Lists(programs(plan.rule, tuple(plan.statics.items()), fuses), targets, skips)
+    update.update_by_means(update.values(list(present.values()), scales, columns[2:] if clips else columns))
 
 
 def _columns(rows: Sequence[Tensor], params: Sequence[Tensor], fuses: bool) -> list[list[Tensor]]:
-    """Each of ``rows`` as 0-dim tensors, in the dtypes in which ``params`` are updated."""
+    """Return each of ``rows`` as 0-dim tensors, in the dtypes in which ``params`` are updated."""
     dtypes = [compute_dtype(p.dtype) for p in params]
-    made = {dtype: _unbound([row.to(dtype) for row in rows], fuses) for dtype in {*dtypes}}
-    return [[made[dtype][k][i] for i, dtype in enumerate(dtypes)] for k in range(len(rows))]
+    columns = {dtype: _unbound([row.to(dtype) for row in rows], fuses) for dtype in {*dtypes}}
+    return [[columns[dtype][k][i] for i, dtype in enumerate(dtypes)] for k in range(len(rows))]
 
 
 def _unbound(rows: list[Tensor], fuses: bool) -> list[Sequence[Tensor]]:
-    """The elements of ``rows``, which Inductor computes once, and not in every kernel that reads them."""
+    """Return the elements of ``rows``, which Inductor computes once, and not in every kernel that reads them."""
     if not (fuses and rows[0].dtype == torch.float32):
         return [row.unbind() for row in _realized(rows).unbind()]
-    # Inductor lets a kernel of lists read so many tensors and numbers together; two numbers in one are half as many.
+    # Inductor limits the tensors and numbers that a kernel of lists reads; two numbers packed in one count as one.
     bits = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
     pairs = _realized([(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(bits[:-1:2], bits[1::2], strict=True)])
     halves = [half.to(torch.int32).view(torch.float32).unbind() for half in (pairs, pairs >> 32)]
@@ -453,19 +452,19 @@ def _unbound(rows: list[Tensor], fuses: bool) -> list[Sequence[Tensor]]:
 
 
 def _realized(rows: list[Tensor]) -> Tensor:
-    """``rows`` as a matrix in memory, from which Inductor reads."""
+    """Return ``rows`` as a matrix in memory, from which Inductor reads."""
     matrix = torch.stack(rows)
     return matrix.as_strided(matrix.shape, matrix.stride())
 
 
 def _marks(grads: Sequence[Tensor | None], device: torch.device) -> Tensor | None:
-    """Which gradients are there, made on the device; None if all are."""
-    runs = [(there, len(list(run))) for there, run in itertools.groupby(grad is not None for grad in grads)]
+    """Return a mask of the gradients that exist, made on the device; None if all do."""
+    runs = [(exists, len(list(run))) for exists, run in itertools.groupby(grad is not None for grad in grads)]
     if runs == [(True, len(grads))]:
         return None
-    return torch.cat([torch.full((count,), there, device=device) for there, count in runs])
+    return torch.cat([torch.full((count,), exists, device=device) for exists, count in runs])
 
 
 def _split(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
-    """``tensors`` in lists of ``count``."""
+    """Return ``tensors`` in lists of ``count``."""
     return [list(tensors[i : i + count]) for i in range(0, len(tensors), count)]

@@ -1,7 +1,7 @@
 """A rule's functions over lists of tensors, in torch operations that Inductor fuses across the lists.
 
-On a GPU Inductor makes one kernel of all that a ``torch._foreach`` operation returns, and joins to it the list operations on
-the same tensors. Every use of a value in between computes it again, until the expression is too long: Inductor then makes a
+On a GPU Inductor makes one kernel of all results of a ``torch._foreach`` operation, and fuses list operations on the same
+tensors into it. Every use of a value in between recomputes it, until the expression is too long: Inductor then makes a
 separate kernel for each tensor. So long expressions are ended early, by a list operation.
 """
 
@@ -22,7 +22,7 @@ from compiled_optim.rule.symbols import WORDS, Dialect, Statement
 from compiled_optim.state import filled
 
 Values: TypeAlias = dict[str, list[Any]]
-"""For each name in generated code, its value for every tensor of the lists."""
+"""The values of each name in generated code, one for every tensor of the lists."""
 
 Store: TypeAlias = Callable[[str, list[Tensor]], list[Tensor]]
 
@@ -44,20 +44,20 @@ _LIST_OPERATIONS: dict[str, Callable[..., Any]] = {
     "sqrt_({0})": torch._foreach_sqrt,
 }
 
-# Of an expression that is computed again. Inductor realizes one alone that reads more than 8 numbers, or 4 if several read
-# it, or that reads and computes more than 30; what a step adds to the last expression of a rule has to fit, too.
+# Limits of a recomputed expression. Inductor stores one separately if it reads more than 8 numbers, or 4 if several read it,
+# or if it reads and computes more than 30. The operations that a step adds to the last expression of a rule must fit, too.
 _READS, _SHARED_READS, _OPERATIONS = 7, 4, 24
 
 
 def fuses_lists(device: torch.device) -> bool:
-    """Whether Inductor fuses operations over lists on ``device``."""
+    """Return True if Inductor fuses operations over lists on ``device``."""
     return device.type != "cpu"
 
 
 class Programs:
-    """A rule under static choices: a program for each of its ``reductions``, the update's, and what they see of tensors.
+    """The programs of a rule with static choices: one for each of its ``reductions``, and one for its ``update``.
 
-    ``ends`` says whether expressions end where Inductor would end them.
+    With ``ends``, expressions end where Inductor would end them.
     """
 
     def __init__(self, rule: Rule, statics: tuple[tuple[str, Any], ...], ends: bool) -> None:
@@ -78,8 +78,8 @@ class ListProgram:
     def __init__(self, written: Written, ends: bool) -> None:
         self.numbers = len(written.numbers)
         self._results = written.results
-        own = ["param", *(f"buffer{i}" for i in range(len(written.results) - 1))]
-        self._old = dict(zip(written.results, own, strict=False))
+        old = ["param", *(f"buffer{i}" for i in range(len(written.results) - 1))]
+        self._old = dict(zip(written.results, old, strict=False))
         self._unchanged = {name for name, text in written.results.items() if text == self._old.get(name)}
         self._lines = [_line(s) for s in written.statements]
         defined = {line.name for line in self._lines}
@@ -96,27 +96,27 @@ class ListProgram:
         self._fuses_lists = ends
 
     def run(self, values: Values, store: Store | None = None, exact: Collection[str] = ()) -> Values:
-        """The results by name, of ``values``: ``param``, ``grad``, ``buffer0``, ..., ``k0``, ... and ``index``.
+        """Return the results by name, for ``values`` of ``param``, ``grad``, ``buffer0``, ..., ``k0``, ... and ``index``.
 
-        ``store`` takes each result of an update that is not the old value, and returns what is there then. The rest of the
-        program goes on with that where it is one of the ``exact`` results: those that lose nothing where they are stored.
+        ``store`` is called with each new result of an update, and returns the stored values. For ``exact`` results, which
+        are stored without rounding, the program continues with these.
         """
         values = dict(values)
         early = {text: name for text, name in self._replaceable.items() if store is not None and name in exact}
         together = _together(self._lines, self._ends - early.keys()) if self._fuses_lists else ()
         for line in self._lines:
-            given = [values[name] for name in line.reads]
+            operands = [values[name] for name in line.reads]
             if line.name in together:
                 assert line.list_operation is not None
-                found = list(line.list_operation(*given))
+                outputs = list(line.list_operation(*operands))
             else:
-                found = [line.evaluate(*each) for each in zip(*given, strict=True)]
+                outputs = [line.evaluate(*each) for each in zip(*operands, strict=True)]
             if line.name in early:
                 assert store is not None
-                found = store(early[line.name], found)
-            elif line.name in self._ends and found[0].dtype != torch.bool:
-                found = list(torch._foreach_mul(found, 1))
-            values[line.name] = found
+                outputs = store(early[line.name], outputs)
+            elif line.name in self._ends and outputs[0].dtype != torch.bool:
+                outputs = list(torch._foreach_mul(outputs, 1))
+            values[line.name] = outputs
             for name in line.reads:
                 if self._last_reads.get(name) == line.name:
                     del values[name]
@@ -126,13 +126,13 @@ class ListProgram:
             for i, name in enumerate(late if self._fuses_lists else ()):
                 if not self._inputs_of(self._results[name]).isdisjoint(self._old[other] for other in late[:i]):
                     ended = torch._foreach_mul(results[name], 1)
-                    results[name] = [t.as_strided(t.shape, t.stride()) for t in ended]  # which has to be in memory
+                    results[name] = [t.as_strided(t.shape, t.stride()) for t in ended]  # must be in memory
             for name in late:
                 store(name, results[name])
         return results
 
     def _inputs_of_expressions(self) -> dict[str, frozenset[str]]:
-        """What Inductor reads wherever it needs a statement's value: what the program is given, and ended expressions."""
+        """Return the inputs that Inductor reads for each statement's value: of the program, and ended expressions."""
         inputs: dict[str, frozenset[str]] = {}
         for line in self._lines:
             is_end = line.name in self._ends or line.name in self._replaceable
@@ -144,7 +144,7 @@ class ListProgram:
         return self._inputs.get(text, frozenset({text}))
 
     def _is_read_after(self, text: str) -> bool:
-        """Whether the old value of the result that ``text`` defines is read after it; what is used then is computed then."""
+        """Return True if the old value of the result that ``text`` defines is read after it, also by recomputed values."""
         old = self._old[self._replaceable[text]]
         after = self._lines[[line.name for line in self._lines].index(text) + 1 :]
         later = [*(name for line in after for name in line.reads), *self._results.values()]
@@ -153,8 +153,8 @@ class ListProgram:
     def _result(self, text: str, values: Values) -> list[Tensor]:
         if text not in values:  # a number
             return [torch.full_like(param, eval(text, dict(_WORDS))) for param in values["param"]]
-        is_given = text in ("param", "grad") or text.startswith("buffer")
-        return [value.clone() for value in values[text]] if is_given else values[text]
+        is_input = text in ("param", "grad") or text.startswith("buffer")
+        return [value.clone() for value in values[text]] if is_input else values[text]
 
 
 class _Line(NamedTuple):
@@ -162,20 +162,20 @@ class _Line(NamedTuple):
     reads: tuple[str, ...]
     evaluate: Callable[..., Any]
     list_operation: Callable[..., Any] | None
-    """What evaluates it for all tensors of the lists at once, where torch has that."""
+    """The torch function that evaluates it for all tensors of the lists at once, if it exists."""
 
 
 def _line(statement: Statement) -> _Line:
     reads = tuple(dict.fromkeys(statement.reads))
-    forms = {t.format(*reads): made for t, made in _LIST_OPERATIONS.items() if t.count("{") == len(reads)}
+    forms = {t.format(*reads): operation for t, operation in _LIST_OPERATIONS.items() if t.count("{") == len(reads)}
     evaluate = eval(f"lambda {', '.join(reads)}: {statement.text}", dict(_WORDS))
     return _Line(statement.name, reads, evaluate, forms.get(statement.text))
 
 
 def _together(lines: Sequence[_Line], ends: Set[str]) -> frozenset[str]:
-    """Those of ``lines`` that are one operation over lists, which is quicker to compile than one for each tensor.
+    """Return the ``lines`` to run as one operation over lists, which compiles faster than one for each tensor.
 
-    Inductor ends an expression at a list operation that anything else reads, and there only: so at each of ``ends``.
+    Inductor ends an expression only at a list operation that others read. So such operations are at ``ends`` only.
     """
     together: set[str] = set()
     for line in reversed(lines):
@@ -186,22 +186,22 @@ def _together(lines: Sequence[_Line], ends: Set[str]) -> frozenset[str]:
 
 
 def _ends(written: Written, stored: Collection[str]) -> frozenset[str]:
-    """The statements whose values end an expression; those that are ``stored`` do."""
+    """Return the statements whose values end an expression, among them those that are ``stored``."""
     ends = set(stored)
-    while (found := _too_long(written, ends)) is not None:
-        ends.add(found)
+    while (name := _too_long(written, ends)) is not None:
+        ends.add(name)
     return frozenset(ends)
 
 
 def _too_long(written: Written, ends: Collection[str]) -> str | None:
-    """The first statement that must end an expression, and that ``ends`` does not name."""
+    """Return the first statement that must end an expression and is not in ``ends``; None if all are."""
     users = [name for s in written.statements for name in set(s.reads)] + list(set(written.results.values()))
     words = {s.name for s in written.statements if s.word}
-    reads: dict[str, frozenset[str]] = {}  # what an expression that is not ended reads, and the statements in it
+    reads: dict[str, frozenset[str]] = {}  # inputs of an expression that is not ended; its statements
     computes: dict[str, frozenset[str]] = {}
 
     def length(read: Collection[str], computed: Collection[str]) -> int:
-        numbers = sum(name.startswith("k") for name in read)  # which are unpacked and converted
+        numbers = sum(name.startswith("k") for name in read)  # unpacked and converted
         return len(read) + 2 * numbers + len(computed) + len(words.intersection(computed))
 
     for s in written.statements:
@@ -222,7 +222,7 @@ class Lists:
 
     Args:
         targets: the parameters, and then the tensors of each buffer.
-        skips: numbers that are not 0 where everything stays as it is; None where nothing does.
+        skips: numbers that are not 0 for tensors to leave unchanged; None to update all.
     """
 
     def __init__(self, programs: Programs, targets: Sequence[list[Tensor]], skips: Sequence[Tensor] | None) -> None:
@@ -230,27 +230,27 @@ class Lists:
         self._targets = dict(zip(("param", *programs.buffers), targets, strict=True))
         self._skips = skips
         self._dtypes = [compute_dtype(p.dtype) for p in targets[0]]
-        # Where the rule takes groups of elements: the dimensions of each parameter, by falling strides.
+        # If the rule takes groups of elements: the dimensions of each parameter, in order of decreasing stride.
         self._orders = [_order(p) for p in targets[0]] if programs.grouped else None
 
     def values(self, grads: Sequence[Tensor], scales: Sequence[Any] | None, numbers: Sequence[Sequence[Tensor]]) -> Values:
-        """What a program takes. ``scales`` are factors of the gradients, ``numbers`` the rule's coefficients by tensor."""
-        values: Values = {"param": self._seen("param"), "grad": self._seen("grad", grads)}
+        """Return the values for a program. ``scales`` are factors of the gradients, ``numbers`` coefficients by tensor."""
+        values: Values = {"param": self._as_seen("param"), "grad": self._as_seen("grad", grads)}
         if scales is not None:
             values["grad"] = [scale * grad for scale, grad in zip(scales, values["grad"], strict=True)]
-        values |= {f"buffer{i}": self._seen(name) for i, name in enumerate(self._programs.buffers)}
+        values |= {f"buffer{i}": self._as_seen(name) for i, name in enumerate(self._programs.buffers)}
         values |= {f"k{i}": list(column) for i, column in enumerate(numbers)}
         if self._programs.reads_index:
             values[INDEX] = list(map(self._index, values["param"], self._targets["param"]))
         return values
 
     def expressions(self, stage: int, values: Values) -> list[list[Tensor]]:
-        """Each expression of one of the rule's ``reductions``, shaped like what the rule sees of each parameter."""
-        found = self._programs.reductions[stage].run(values).values()
-        return [[e.expand_as(seen) for e, seen in zip(es, values["param"], strict=True)] for es in found]
+        """Return the expressions of one of the rule's ``reductions``, in the shapes of parameters in the rule."""
+        results = self._programs.reductions[stage].run(values).values()
+        return [[e.expand_as(param) for e, param in zip(es, values["param"], strict=True)] for es in results]
 
     def sums(self, stage: int, values: Values) -> list[list[Tensor]]:
-        """The sum of each expression over each tensor, without what fills up a group."""
+        """Return the sum of each expression over each tensor, without the padding of groups."""
         params = self._targets["param"]
         return [
             [sum_of(e, p.numel(), scalar_dtype(p.device)) for e, p in zip(es, params, strict=True)]
@@ -258,12 +258,12 @@ class Lists:
         ]
 
     def update(self, values: Values) -> None:
-        """Write new parameters and buffers to where they are."""
+        """Update parameters and buffers in place."""
         exact = {name for name, ts in self._targets.items() if [t.dtype for t in ts] == self._kinds(name)}
         self._programs.update.run(values, self._store, exact)
 
     def update_by_means(self, values: Values) -> None:
-        """As :meth:`update`, after the rule's means."""
+        """Compute the rule's means, then :meth:`update`."""
         for stage, program in enumerate(self._programs.reductions):
             for i, sums in enumerate(self.sums(stage, values), program.numbers):
                 each = zip(sums, self._targets["param"], self._dtypes, strict=True)
@@ -271,20 +271,20 @@ class Lists:
         self.update(values)
 
     def updated(self, values: Values) -> dict[str, list[Tensor]]:
-        """New parameters and buffers, by name."""
+        """Return new parameters and buffers, by name."""
         return {name: self._storable(name, new) for name, new in self._programs.update.run(values).items()}
 
-    def _index(self, seen: Tensor, target: Tensor) -> Tensor:
-        """Which element of ``target``, in the order of memory, each element of what the rule sees of it is."""
-        index = torch.arange(seen.numel(), dtype=torch.int32, device=target.device)
+    def _index(self, param: Tensor, target: Tensor) -> Tensor:
+        """Return the index in the memory of ``target`` of each element that the rule sees."""
+        index = torch.arange(param.numel(), dtype=torch.int32, device=target.device)
         return index if self._orders is not None else _out_of_order(index, target, _order(target))
 
     def _kinds(self, name: str) -> list[torch.dtype]:
-        """The dtypes in which the rule sees the tensors called ``name``."""
+        """Return the dtypes in which the rule sees the tensors called ``name``."""
         return [torch.int32] * len(self._dtypes) if name in self._programs.integers else self._dtypes
 
-    def _seen(self, name: str, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
-        """The targets called ``name``, or ``tensors`` in their place, as the rule sees them."""
+    def _as_seen(self, name: str, tensors: Sequence[Tensor] | None = None) -> list[Tensor]:
+        """Return the targets called ``name``, or ``tensors`` instead of them, as the rule sees them."""
         tensors = self._targets[name] if tensors is None else tensors
         if name in self._programs.grouped:
             tensors = [t.reshape(-1) for t in tensors]
@@ -293,12 +293,12 @@ class Lists:
         return [t.to(kind) for t, kind in zip(tensors, self._kinds(name), strict=True)]
 
     def _store(self, name: str, new: Sequence[Tensor]) -> list[Tensor]:
-        """Store ``new`` values where nothing is skipped; what is there then, as the rule sees it."""
+        """Store ``new`` values, but for skipped tensors. Return the stored ones as the rule sees them."""
         torch._foreach_copy_(self._targets[name], self._storable(name, new))
-        return self._seen(name)
+        return self._as_seen(name)
 
     def _storable(self, name: str, new: Sequence[Tensor]) -> list[Tensor]:
-        """``new`` values, or the old ones where everything stays, as they are stored."""
+        """Return ``new`` values, or the old ones of skipped tensors, in the shapes and dtypes of the targets."""
         targets = self._targets[name]
         if name in self._programs.grouped:
             new = [n.view_as(t) for n, t in zip(new, targets, strict=True)]
@@ -311,7 +311,7 @@ class Lists:
 
 
 def sum_of(expression: Tensor, count: int, dtype: torch.dtype) -> Tensor:
-    """The sum over the first ``count`` elements, behind which an expression may fill up a group."""
+    """Return the sum over the first ``count`` elements; an expression may have padding of a group after them."""
     return expression.reshape(-1)[:count].sum(dtype=dtype)
 
 
@@ -320,6 +320,6 @@ def _order(param: Tensor) -> tuple[int, ...]:
 
 
 def _out_of_order(vector: Tensor, like: Tensor, order: Sequence[int]) -> Tensor:
-    """A tensor of the shape of ``like`` whose elements, by dimensions in this ``order``, are those of ``vector``."""
+    """Return ``vector``, whose elements are by dimensions in this ``order``, in the shape of ``like``."""
     ordered = vector[: like.numel()].view([like.shape[dim] for dim in order])
     return ordered.permute([order.index(dim) for dim in range(len(order))])
