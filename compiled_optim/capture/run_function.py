@@ -188,7 +188,7 @@ class RecordedStep:
         versions = zip(self._guards.params, self._param_versions, strict=True)
         self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
-        self._scalers = [engine.clipping.given[1:3] for engine in self._engines]
+        self._scalers = [engine.clipping.arguments[1:3] for engine in self._engines]
         self._keys = self._followed()
 
     def check(self) -> None:
@@ -288,7 +288,7 @@ def followed(engine: Engine, scaler: tuple[Any, ...] | None = None) -> tuple[obj
     engine.check_numbers()
     graph = graph_of(engine.step)
     max_grad_norm, *_, skip_nonfinite = engine.clip_args
-    return graph.follow((max_grad_norm, *(scaler or engine.clipping.given[1:3]), skip_nonfinite))
+    return graph.follow((max_grad_norm, *(scaler or engine.clipping.arguments[1:3]), skip_nonfinite))
 
 
 def _hypers_of(engine: Engine) -> dict[str, tuple[Tensor, int]]:

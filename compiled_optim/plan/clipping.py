@@ -92,7 +92,7 @@ class Clipping:
         return known and (not skips or "skip_nonfinite" in self._taken.tensors)
 
     @property
-    def given(self) -> tuple[Any, ...]:
+    def arguments(self) -> tuple[Any, ...]:
         """The last arguments of :meth:`take`."""
         return self._taken.arguments
 

@@ -362,7 +362,7 @@ def written(
         index = "0"
         for d, letter in enumerate(axes):
             index = f"({index}) * size_{letter} + i{d}" if letter else index
-        values[INDEX] = code.append("element", axes, (), f"place({index})", is_int=True)
+        values[INDEX] = code.append("element", axes, (), f"as_index({index})", is_int=True)
     names = rule.coefficient_names(statics)
     same = ("",) * len(axes)
     c = number_type(names)(*[TensorSymbol(code, f"k{i}", same) for i in range(len(names))])

@@ -161,7 +161,7 @@ class RuleStep(Step):
         return any((self.params[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
 
     def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
-        is_known = self._clipping.given is clip_args is self._settled_for
+        is_known = self._clipping.arguments is clip_args is self._settled_for
         if not is_known or not self.is_current() or self.wakes(grads):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
@@ -233,7 +233,7 @@ class RuleStep(Step):
             if isinstance(looks := self._looks.get(lowering.plan), Looks):
                 looks.see_gradients(lowering.plan.gradients(plan_grads))
         is_followed = not any(isinstance(looks, Looks) for looks in self._looks.values())
-        self._settled_for, self.is_settled = self._clipping.given, is_followed
+        self._settled_for, self.is_settled = self._clipping.arguments, is_followed
 
     def _compile(self, by_plan: Sequence[Gradients]) -> None:
         """Build missing kernels and tables of the lowerings and of the norm; ``by_plan`` are the plans' gradients."""

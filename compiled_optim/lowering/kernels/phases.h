@@ -8,7 +8,7 @@ template <class P> static inline P* start(int64_t address) { return reinterpret_
 
 template <class T> static inline T rounded(T x) { return T(float(bfloat16(float(x)))); }
 
-static inline uint32_t place(int64_t i) { return uint32_t(i); }
+static inline uint32_t as_index(int64_t i) { return uint32_t(i); }
 
 template <class P> static inline void clear(P* partial, int64_t t, int64_t numel) {
   std::memset(partial + t * numel, 0, numel * sizeof(P));

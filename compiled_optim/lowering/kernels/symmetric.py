@@ -49,9 +49,9 @@ def tile_of(x, matrix, row, column, block: tl.constexpr, depth: tl.constexpr, is
 @triton.jit(do_not_specialize_on_alignment=["a", "b", "c"])
 def symmetric_product(a, b, c, index, x, tiles, out, columns, matrices, is_transposed: tl.constexpr,
                       is_quadratic: tl.constexpr, by_index: tl.constexpr, block: tl.constexpr, depth: tl.constexpr):
-    place, matrix = tl.program_id(0), tl.program_id(1)
-    line = ((tl.sqrt_rn(8.0 * place + 1.0) - 1.0) * 0.5).to(tl.int32)
-    top, left = line * block, (place - line * (line + 1) // 2) * block
+    block_index, matrix = tl.program_id(0), tl.program_id(1)
+    line = ((tl.sqrt_rn(8.0 * block_index + 1.0) - 1.0) * 0.5).to(tl.int32)
+    top, left = line * block, (block_index - line * (line + 1) // 2) * block
     i, j = (top + tl.arange(0, block))[:, None], (left + tl.arange(0, block))[None, :]
     total = tl.zeros((block, block), tl.float32)
     for start in range(0, columns, depth):

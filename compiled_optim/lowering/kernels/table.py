@@ -74,7 +74,7 @@ class HyperPointers:
             copy.copy_(tensor)
         if capturing:
             self._captured += on_device
-        users = [value for value in self._clipping.given if isinstance(value, Tensor)]
+        users = [value for value in self._clipping.arguments if isinstance(value, Tensor)]
         self._are_private = not (users or self._copies or self._has_escaped)
 
     def follow(self) -> None:

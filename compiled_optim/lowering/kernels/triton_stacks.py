@@ -45,7 +45,7 @@ def half(x):
 
 
 @triton.jit
-def place(i):
+def as_index(i):
     return i.to(tl.int32)
 
 
@@ -56,8 +56,8 @@ def largest(x, inside):
 
 
 @triton.jit
-def number(numbers, place):
-    return T(tl.load(numbers + place))
+def number(numbers, i):
+    return T(tl.load(numbers + i))
 
 
 @triton.jit
