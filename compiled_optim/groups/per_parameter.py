@@ -88,7 +88,7 @@ def kept(chosen: Any) -> Any:
 def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether lookups of names ignore prefixes of module wrappers: if all names differ without them."""
     if not any([isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups]):
-        return False  # there are no lookups
+        return False  # no lookups
     names = {name for group in groups for name in group.get("param_names", ())}
     return len(set(map(canonical_name, names))) == len(names)
 

@@ -112,7 +112,7 @@ def _docstrings(source: str) -> Iterator[list[tuple[int, str]]]:
 
 
 def _comments(source: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield the numbered lines of comments; those that follow one another in one column are one text."""
+    """Yield the numbered lines of comments; those that follow one another in one column are one text, a sentence first."""
     last, block = (0, 0), list[tuple[int, str]]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -120,7 +120,8 @@ def _comments(source: str) -> Iterator[list[tuple[int, str]]]:
                 yield block
                 block = []
             last = token.start
-            block.append((token.start[0], token.string.lstrip("#: ")))
+            line = token.string.lstrip("#: ")
+            block.append((token.start[0], line if block else line[:1].upper() + line[1:]))
     yield block
 
 
@@ -182,7 +183,7 @@ def test_the_checks_of_prose_and_of_names_notice() -> None:
         * There is one
         """
 
-class A:  # Nobody
+class A:  # nobody
     found = given.own = place_of(_place=1)
     """Whatever."""
     # first: What no one
