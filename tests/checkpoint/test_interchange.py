@@ -378,7 +378,7 @@ class TestBadFiles:
         torch.save(saved, tmp_path / "zip.pt")
         (tmp_path / "bare.pt").write_bytes(pickle.dumps(saved))
         for name in ("zip.pt", "bare.pt"):
-            self._refused(tmp_path / name, "something else than tensors and plain values, which is not loaded")
+            self._refused(tmp_path / name, "objects other than tensors and plain values, which are not loaded")
         assert not marker.exists()
 
     def test_safetensors(self, tmp_path: Path) -> None:

@@ -626,7 +626,7 @@ class TestBadInput:
     def test_files_of_torchs_form(self, tmp_path: Any) -> None:
         files = pytest.importorskip("compiled_optim.convert")
         for options, entry in (({"state_dtype": "int8"}, "exp_avg"), ({"weights": "split8"}, "remainder")):
-            with pytest.raises(ValueError, match=f"{entry}.* in a form that torch.optim has not"):
+            with pytest.raises(ValueError, match=f"{entry}.* in a form that torch.optim lacks"):
                 files.write(_run(**options)[0].state_dict(), tmp_path / "state.pt", "torch")
         files.write(_run(state_dtype=torch.float32)[0].state_dict(), tmp_path / "state.pt", "torch")
 

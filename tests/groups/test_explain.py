@@ -508,7 +508,7 @@ def test_a_mistake_is_the_only_one_found_and_names_its_parameters(name: str) -> 
     [
         ("a_layer_that_was_built_anew", "other tensors there: blocks.1.out.weight"),
         ("a_layer_that_was_built_anew_without_names", "other tensors there: 1.weight, 1.bias"),
-        ("a_layer_that_is_gone", "nothing in its place"),
+        ("a_layer_that_is_gone", "nothing instead"),
         ("a_copy_of_the_model", "other tensors there: _orig_mod.weight, _orig_mod.bias"),
         ("a_pattern_that_matches_nothing", "'*.bais'"),
         ("a_pattern_of_another_option", "'*.expert'"),
