@@ -132,7 +132,7 @@ def explain(model: Model, optimizer: CompiledOptimizer | Sequence[CompiledOptimi
 
     ``print(co.explain(model, opt))``
 
-    It changes nothing and does not wait for a device. Parameters are compared as tensors, not by name. A group says why
+    It changes nothing and does not wait for a device. Parameters are identified as tensors, not by name. A group says why
     its parameters are there by an entry ``"why"``: a text, or a dict from name to text.
 
     Args:

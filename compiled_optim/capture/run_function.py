@@ -252,7 +252,7 @@ class RecordedStep:
         return ""
 
     def follow(self) -> bool:
-        """Pass values assigned since the last call to the graph; return False if it needs another graph."""
+        """Pass values assigned since the last call to the graph; return False if they need another graph."""
         return self._followed() == self._keys
 
     def replayed(self) -> None:

@@ -461,9 +461,9 @@ def inherited(
 
 
 def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
-    """Raise an error where an entry of ``param_groups[index]`` is out of range, conflicts with another, or is unknown.
+    """Raise an error where an entry of ``param_groups[index]`` is out of range, conflicts with another, or is no group's.
 
-    ``before`` are the entries that it replaces.
+    ``before`` are the entries that ``group`` replaces. Unknown keys pass; options of the whole optimizer do not.
     """
     where, entries, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}

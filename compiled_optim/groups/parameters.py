@@ -164,7 +164,7 @@ def check_params(
 ) -> None:
     """Raise an error unless ``optimizer`` takes ``group``, at ``index``. Integer tensors pass: they get no gradients.
 
-    ``elsewhere`` has the names of tensors in other groups, by ``id``. All groups have names, or none, like the ``first``.
+    ``elsewhere`` has the names of tensors in earlier groups, by ``id``. ``group`` has names if ``first`` has, else none.
     """
     differentiable, stacks = group.get("differentiable", False), group.get("stacks") or ()
     for name, param in zip(parameter_names(group, index), group["params"], strict=True):

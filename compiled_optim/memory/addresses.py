@@ -175,14 +175,14 @@ def _has_form_of(grad: Tensor, tensor: Tensor, dtype: torch.dtype) -> bool:
 
 @functools.cache
 def reader() -> tuple[int, Any] | str:
-    """Return the offset in a tensor's Python object of the pointer to torch's, and the C++ functions; or an error.
+    """Return the offset in a tensor's Python object of the pointer to torch's, and the C++ functions; or why they fail.
 
     They are compiled once per machine and layout of torch's objects.
     """
     if sys.platform != "linux" or not cache.compiler():
         return "no C++ compiler was found"
     # The pointer is found by its value, so that the object may have any layout in this version of torch. The examples are
-    # real tensors even if the caller's are not: on the meta device, on a GPU, or in FakeTensorMode.
+    # real CPU tensors even where new tensors are others: on the meta device, on a GPU, or in FakeTensorMode.
     with torch.device("cpu"), outside_fakes() if fakes_are_made() else contextlib.nullcontext():
         example = torch.empty(0)
         words = (ctypes.c_uint64 * (Tensor.__basicsize__ // 8)).from_address(id(example))

@@ -161,7 +161,7 @@ class CompilerError(RuntimeError):
 
 @functools.cache
 def compiler() -> tuple[str, ...]:
-    """Return the command of the C++ compiler: ``$CXX``, or the first of g++, clang++ and c++ on the path; empty without."""
+    """Return the command of the C++ compiler: ``$CXX``, or the first of g++, clang++ and c++ on the path; empty if none."""
     wanted = os.environ.get("CXX", "")
     with contextlib.suppress(ValueError):  # a program with spaces in its name, or with arguments
         program, *arguments = (wanted,) if shutil.which(wanted) else shlex.split(wanted)

@@ -36,7 +36,7 @@ class MemoryOrder:
         self.target = self._param if self.stand_in is None else self.stand_in
 
     def arranged(self, tensor: Tensor) -> Tensor:
-        """Return ``tensor`` in this order: itself if it has it and does not overlap the parameter shifted, else a copy."""
+        """Return ``tensor`` in this order: itself if it has it, and does not overlap the parameter shifted; else a copy."""
         stride = self.target.stride()
         if tensor.stride() == stride and is_plain(tensor) and not overlap_shifted(tensor, self.target):
             return tensor
@@ -76,7 +76,7 @@ def is_plain(tensor: Tensor) -> bool:
 def has_memory(tensor: Tensor) -> bool:
     """Return whether all elements of a strided tensor are in its own memory.
 
-    They are not in a subclass that only wraps other tensors, nor where the storage was freed or shortened.
+    They are not if its class only wraps other tensors, or if its storage was freed or shortened.
     """
     if tensor.numel() == 0:
         return True
@@ -234,7 +234,7 @@ def zeros_spread_like(like: Any, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def has_whole_groups(tensor: Any, size: int) -> bool:
-    """Return whether no group of ``size`` successive elements is split between processes; True if no DTensor.
+    """Return whether no group of ``size`` successive elements is split between processes; True if it is no DTensor.
 
     A tensor of one number per group (its shape with fewer columns, or a vector) can then have its placements.
     """
@@ -311,7 +311,7 @@ def placement(tensor: Any) -> tuple[Any, ...] | None:
 
 
 def add_over_shards(sums: Tensor, sharded: Any) -> None:
-    """Replace each of ``sums``, over this process's shard of a tensor with ``sharded``'s placements, by the sum over all.
+    """Replace ``sums``, each over this process's shard of a tensor placed like ``sharded``, by the sums over all shards.
 
     All processes with shards must call this together.
     """

@@ -79,7 +79,7 @@ def _torch_version() -> tuple[int, ...]:
 
 
 def compiles_means_with_lists() -> bool:
-    """Return whether Inductor can fuse sums over tensors with operations on lists: torch 2.11 fails to reorder loops."""
+    """Return whether Inductor compiles sums over tensors beside operations on lists: torch 2.11 fails to reorder loops."""
     return _torch_version() >= (2, 12)
 
 
@@ -255,7 +255,7 @@ _ABANDONED: list[torch.cuda.CUDAGraph] = []
 
 @contextlib.contextmanager
 def own_workspaces() -> Iterator[None]:
-    """Let cuBLAS allocate workspaces in a capture that belong to the graph, and none of these afterwards.
+    """Let cuBLAS use, in a capture, workspaces that belong to the graph, and none of these afterwards.
 
     Otherwise a graph uses workspaces from before its capture, which are freed when torch.compile captures a graph. Clearing
     also frees workspaces that other code's graphs use. From torch 2.15 on each call allocates a workspace, in a capture the

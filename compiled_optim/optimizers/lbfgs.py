@@ -107,7 +107,7 @@ def strong_wolfe(
 ) -> tuple[Trial, int]:
     """Search a step length with sufficient decrease and a small slope (Nocedal & Wright, Algorithms 3.5 and 3.6).
 
-    Trials are at the minimum of the cubic through the two latest ones, with the same safeguards, as in torch.optim. They are
+    Trials are at the minimum of the cubic through the two latest ones, with the safeguards of torch.optim. They are
     results of ``evaluate`` for a length, with infinity for NaN: first for ``length``, and then for up to ``limit`` others.
     The slope of ``start``, of length 0, is negative. A bracket is not divided further if no element, which changes by up to
     ``reach`` per unit of length, changes by the ``tolerance``.

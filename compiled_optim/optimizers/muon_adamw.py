@@ -25,9 +25,9 @@ class MuonAdamW(Muon):
     """Muon for the matrices of hidden layers and AdamW for all other parameters, in one optimizer (arXiv:2502.16982).
 
     ``params`` may be a module, named parameters, or groups of named parameters. AdamW updates parameters that ``adamw``
-    matches, that are no matrix or have a single row or column, and a module's embeddings and heads of any name. Without
-    ``adamw`` it also updates matrices of a module that are not called a weight, such as Mamba's ``A_log``. A group becomes
-    two, one for each; a group that names its ``rule`` is not split. ``lr`` and ``weight_decay`` are for both:
+    matches, those that are no matrix or have a single row or column, and a module's embeddings and heads of any name.
+    Without ``adamw`` it also updates matrices of a module that are not called a weight, such as Mamba's ``A_log``. A group
+    becomes two, one for each; a group that names its ``rule`` is not split. ``lr`` and ``weight_decay`` are for both:
     ``adjust_lr_fn`` gives Muon's updates the size of AdamW's. The arguments from ``adamw_lr`` on are AdamW's, where
     these differ from Muon's.
 

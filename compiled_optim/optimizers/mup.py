@@ -42,7 +42,7 @@ def lr_scale_for_sgd(
 
     With ``readout_constraint="to_output_scale"``, as unit_scaling's ``LinearReadout`` has it, it is ``fan_in**0.5`` for
     weights, the size of biases and norms, and 1 for outputs, times ``mup_scaling_depth**-0.5``. Otherwise it equals
-    :func:`lr_scale_for_adam`, and raises the same errors.
+    :func:`lr_scale_for_adam`. Both raise the same errors.
     """
     if readout_constraint not in (None, "to_output_scale"):
         raise ValueError(f"readout_constraint must be None or 'to_output_scale', got {readout_constraint!r}")

@@ -26,7 +26,7 @@ _MINIMAX = (
 )
 """The odd polynomials nearest to 1, in turn, for singular values from 0.001 to 1 (arXiv:2505.16932, Algorithm 1).
 
-Later iterations use the limit of the sequence, and these take ``x / 1.01``, the paper's safety factor.
+These take ``x / 1.01``, with the paper's safety factor. Later iterations use the limit of the sequence, and take ``x``.
 """
 _NAMED = {"polar_express": tuple((a / _SAFETY, b / _SAFETY**3, c / _SAFETY**5) for a, b, c in _MINIMAX)}
 

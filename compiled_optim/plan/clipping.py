@@ -112,7 +112,7 @@ class Clipping:
         return not self._taken.tensors
 
     def tensors(self, device: torch.device, names: Sequence[str] = NAMES) -> list[Tensor]:
-        """Return the clipping numbers on ``device``. Those that are unset or not in ``names`` are neutral."""
+        """Return the numbers, ordered as :data:`NAMES`. Those unset or not in ``names`` are neutral, on ``device``."""
         if device not in self._neutral:
             self._neutral[device] = {name: scalar(value, device) for name, value in _NEUTRAL.items()}
         chosen = {name: tensor for name, tensor in self._taken.tensors.items() if name in names}

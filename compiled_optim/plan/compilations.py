@@ -95,7 +95,7 @@ K = TypeVar("K")
 
 
 class RecompileError(RuntimeError):
-    """Raised before a second compilation where :func:`compiled_optim.no_recompiles` forbids it."""
+    """Raised before a repeated compilation or capture where :func:`compiled_optim.no_recompiles` forbids it."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +178,7 @@ class CompilationLog:
         make: Callable[[KernelKey], K | str],
         uncompiled: Callable[[KernelKey], K],
     ) -> K:
-        """Return :meth:`obtain`, or ``uncompiled(key)`` and a record of the reason if ``make`` returns a reason."""
+        """Do as :meth:`obtain`; if ``make`` returns a reason instead, record it and return ``uncompiled(key)``."""
         kernel = self.obtain(cache, key, names, make)
         if not isinstance(kernel, str):
             return kernel

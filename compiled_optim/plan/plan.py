@@ -280,7 +280,7 @@ def partition(
     state: OptimizerState,
     grad_of: Callable[[Tensor], Tensor | None] = gradient,
 ) -> list[Plan]:
-    """Build plans for all parameters with state or gradients, and missing state. Each group has one of ``rules``.
+    """Build plans, and missing state, of parameters that require or have a gradient, or have state; each group has a rule.
 
     A parameter that cannot be updated, or whose memory or state's memory was freed, is left out until it gets a gradient.
     Raise ``ValueError`` for a parameter or state that cannot be updated, or state that does not fit its parameter.

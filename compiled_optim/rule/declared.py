@@ -219,7 +219,7 @@ class Declared:
 
 
 def _check_references(declaration: Declaration) -> None:
-    """Raise ``TypeError`` where a field refers to an undeclared field, or to an unknown kind."""
+    """Raise ``TypeError`` where a field refers to an undeclared field, or has an ``int8`` of no known kind."""
     statics, hypers = [s.name for s in declaration.statics], [h.name for h in declaration.hypers]
     choices = [*statics, *hypers, *(f.name for f in declaration.facts)]
     named: list[tuple[Field, str, Any, Collection[str]]] = [

@@ -78,7 +78,7 @@ BUILT_IN = frozenset({bool, int, float, str, type(None)})
 
 
 def built_in(value: Any) -> Any:
-    """Convert ``value`` to Python's own types: any array, sequence or mapping to list, tuple or dict; NumPy's numbers."""
+    """Convert ``value`` to Python's own types: arrays, sequences or mappings to list, tuple or dict, and NumPy's numbers."""
     if type(value) in (tuple, list) and BUILT_IN.issuperset(map(type, value)):
         return value
     # A tensor of one element is a number that users may write to, and one that is an element must be such.
@@ -192,7 +192,7 @@ class Hyper(Field):
     def elements(self, value: Any, where: str) -> tuple[float | Tensor, ...]:
         """Convert ``value`` to a tuple of ``length`` numbers or 1-element tensors.
 
-        Numbers are Python's: integers stay such, others become floats. Raise ``TypeError`` or ``ValueError`` otherwise.
+        Numbers are Python's: integers stay such, others become floats. Raise ``TypeError`` or ``ValueError`` if it is none.
         """
         if not self.is_tuple:
             return (self._number(value, 0, where),)

@@ -195,7 +195,7 @@ def copy_beside(value: Any, param: Any, dtype: str) -> Any:
 
 
 def noise_of(key: Any, index: Any) -> Any:
-    """Return a counter's 24 bits, 16 random and 8 zeros: of ``key``, an integer below 2**24, and an ``index``.
+    """Return 24 bits, 16 random and 8 zeros, for ``key``, an integer below 2**24, and ``index``, an integer counter.
 
     Each two neighbours share one random number, half each. The key comes after a first round of mixing: before it, other
     keys would give the same numbers in another order.

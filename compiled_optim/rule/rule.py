@@ -293,7 +293,7 @@ class Rule(Declaration):
             yield {**fixed, **dict(zip(free, values, strict=True))}
 
     def coefficient_names(self, statics: Mapping[str, Any] | None = None) -> tuple[str, ...]:
-        """Return the names of ``coefficients`` but the scalars, in the order of kernels' tables; default: as declared."""
+        """Return the names of ``coefficients`` but scalars, ordered as in kernels' tables; default: of declared choices."""
         _, returned = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
         return tuple(name for name in returned if name not in self.scalar_names[1:])
 

@@ -72,7 +72,7 @@ def _rounded_by_step(choices: Mapping[str, Any], signs: Mapping[str, Any]) -> di
 def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
     """Yield the entries that store a buffer of the rule: numbers under its own name, or codes with their scales.
 
-    Without a ``state_dtype``, a buffer with small additions, such as a sum, has 32 bits if the parameter's values have.
+    Without a ``state_dtype``, a buffer with small additions, such as a sum, has 32 bits if ``weights`` stores further bits.
     """
 
     def is_coded(choices: Mapping[str, Any]) -> bool:
@@ -103,9 +103,9 @@ PARTS = tuple(part.name for part in _PARTS)
 
 
 def stored(rule: Rule) -> Rule:
-    """Return ``rule``, elementwise or on matrices, with ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
+    """Return ``rule``, if elementwise or on matrices, with ``weights``, ``kahan_sum``, ``state_dtype`` and ``exclude``.
 
-    :class:`CompiledOptimizer` explains these options. Weights in ``"split8"`` are rounded to 1/256 ulp of the parameter.
+    :class:`CompiledOptimizer` explains these options. Weights in ``"split8"`` are within 1/256 ulp of the parameter.
     A compensation in float16 is a multiple of 2**-24, so that ``"kahan"`` keeps fewer bits of small weights.
     """
     if not (rule.is_elementwise or rule.granularity == "matrix"):
@@ -316,6 +316,6 @@ def _state_dtypes(
         raise ValueError(f"state_dtype='int8' is not for parameters in float64; {where} is one: name it in exclude=")
     dtypes = {b: full if dtype is None else dtype for b, dtype in chosen.items()}
     named = {b: INT8 if dtype == INT8 else str(dtype).removeprefix("torch.") for b, dtype in dtypes.items()}
-    if is_excluded and full == param.dtype:  # so that it shares stacks with groups that choose nothing
+    if is_excluded and full == param.dtype:  # updated with those of groups that choose nothing
         return None
     return tuple((b.name, named[b.name]) for b in rule.buffers if b.name in named) or None

@@ -541,7 +541,7 @@ class Engine:
     def run_in_graph(self, grads: Gradients) -> None:
         """Do as :meth:`run` in compiled code, which a compiler is recording in a CUDA graph, or may record next.
 
-        Allocations during the recording would be the graph's memory. So missing tensors are allocated outside of it.
+        Allocations during the recording would be in the graph's memory. So missing tensors are allocated outside of it.
         """
         with self.lock:
             step = self.step
@@ -608,7 +608,7 @@ class Engine:
         self.is_called = True
 
     def finish(self, step: Step, *, counts: bool = True) -> None:
-        """End a step or a part of one, after its launch; ``counts`` for one part of each step."""
+        """End a step or a part of one, after its launch; ``counts`` is true for one part of each step."""
         self.launches += 1
         self.runs += counts
         if not step.is_recorded:

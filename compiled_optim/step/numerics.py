@@ -31,9 +31,9 @@ class StuckParameter:
 
     Attributes:
         name: the parameter's name.
-        share: the share of the elements that the rule would move, but that stay, from 0.5 to 1.
+        share: the share that stays of the elements that the rule would move, from 0.5 to 1.
         lr: the learning rate of its group.
-        weight: the median magnitude of those elements; the next two are medians too.
+        weight: the median magnitude of those that stay; the next two are medians too.
         needed: the smallest step that moves them, half the distance to the next number that can be stored.
         available: the step that the optimizer takes.
         remedy: an option that would move them.

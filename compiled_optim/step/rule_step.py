@@ -135,12 +135,12 @@ class RuleStep(Step):
                 self.changes.pending = True
 
     def is_current(self) -> bool:
-        """Return whether no change was reported, clipping is not off since, and no meta parameter got memory."""
+        """Return whether no change was reported, clipping was not switched off, and no meta parameter got memory."""
         clips = self._square_sums is None or self._clipping.measures_norm
         return clips and not (self._meta and not all(p.is_meta for p in self._meta)) and super().is_current()
 
     def describes(self, grads: Gradients) -> bool:
-        """Return whether the plans still describe parameters and gradients, and those without state have no gradient."""
+        """Return whether the plans still describe parameters and gradients, and no parameter without state has one."""
         if self.wakes(grads):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
@@ -178,7 +178,7 @@ class RuleStep(Step):
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
 
     def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
-        """Return why a graph cannot hold this step, or "": it must only repeat the device's work of the last one."""
+        """Return why a graph cannot hold this step, or "". It can only if the device alone has work, as in the last step."""
         elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
         clips = clip_args[0] is not None or clip_args[-1]
         reasons = {
@@ -292,7 +292,7 @@ class RuleStep(Step):
         return (self._square_sums, *(lowering.launch_key() for lowering in self._capturable))
 
     def copy_gradients(self) -> None:
-        """Copy gradients whose addresses are in no table to those from which the graph reads them."""
+        """Copy gradients whose addresses are in no table to the addresses from which the graph reads them."""
         for lowering in self._capturable:
             lowering.copy_gradients_for_graph()
 

@@ -114,7 +114,7 @@ class Step:
     def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
         """Do as :meth:`prepare`, at less cost, if only addresses of gradients changed. Return whether it did.
 
-        If not, the caller prepares the step. No graph is being captured.
+        If not, nothing is done for good, and the caller prepares the step. No graph is being captured.
         """
         return False
 
