@@ -61,7 +61,7 @@ class Addresses:
         self.read()
 
     def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, keep_alive: bool = False) -> None:
-        """Read all addresses: also of ``grads``, one entry per tensor, or by default the tensors' own, and of ``others``.
+        """Read all addresses: of tensors, of ``grads``, by default the tensors' own, one per tensor, and of ``others``.
 
         With ``keep_alive`` the gradients are kept alive, since the user's code runs before :meth:`finish`.
         """

@@ -35,9 +35,9 @@ _refused: set[Path] = set()  # directories that could not be trusted or used in 
 
 def cache_directory() -> Path:
     """Return the directory of compiled code: the user's cache, or one of this process if that cannot be used."""
-    inductors = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    if inductors and os.path.abspath(inductors) != default_cache_directory():
-        wanted = Path(inductors).absolute() / "compiled_optim"
+    inductor_directory = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    if inductor_directory and os.path.abspath(inductor_directory) != default_cache_directory():
+        wanted = Path(inductor_directory).absolute() / "compiled_optim"
     else:
         wanted = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "compiled_optim"
     return _private_directory() if wanted in _refused else wanted

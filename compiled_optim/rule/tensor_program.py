@@ -282,9 +282,9 @@ class TensorCode(Code):
             raise NotWritable("computes in bfloat16")
         axes: list[str] = []
         for letters in zip(*(value.axes for value in read), strict=True):
-            if len(letter := {*letters} - {""}) > 1:
+            if len(distinct := {*letters} - {""}) > 1:
                 raise NotWritable("computes with stacks whose shapes do not fit each other")
-            axes += letter or {""}
+            axes += distinct or {""}
         names = tuple(value.name for value in read)
         transposed = any(value.transposed for value in read if any(value.axes[-2:]))
         return self.append("element", tuple(axes), names, expression, transposed=transposed, is_int=is_int)

@@ -9,7 +9,7 @@ Shapes: TypeAlias = list[tuple[int, ...]]
 
 
 def gpt2() -> Shapes:
-    """GPT-2 small with tied output embedding: 148 tensors."""
+    """Return the shapes of GPT-2 small with tied output embedding: 148 tensors."""
     width = 768
     norm: Shapes = [(width,), (width,)]
     attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]
@@ -18,7 +18,7 @@ def gpt2() -> Shapes:
 
 
 def vit_tiny() -> Shapes:
-    """ViT-Ti/16 at 224 pixels with 1000 classes: 152 tensors."""
+    """Return the shapes of ViT-Ti/16 at 224 pixels with 1000 classes: 152 tensors."""
     width = 192
     norm: Shapes = [(width,), (width,)]
     attention: Shapes = [(3 * width, width), (3 * width,), (width, width), (width,)]

@@ -178,7 +178,7 @@ class RuleStep(Step):
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
 
     def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
-        """Return why a graph cannot hold this step, or "". It can only if the device alone has work, as in the last step."""
+        """Return why a graph cannot hold this step, or "": a replay only repeats the device's work of the last step."""
         elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
         clips = clip_args[0] is not None or clip_args[-1]
         reasons = {

@@ -42,7 +42,7 @@ def let_trace() -> None:
 
 @called_while_tracing
 def _guard_params(key: str, _: str) -> None:
-    """Let the trace be valid as long as its parameters are the engine's, and the second argument is equal."""
+    """Let the trace be valid as long as its parameters are the engine's, and the second argument does not change."""
     guard_items(ENGINES[key], "step.params")
 
 
