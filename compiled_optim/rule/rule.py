@@ -188,7 +188,7 @@ def ema(betas: Sequence[Any]) -> dict[str, Any]:
 
 
 class Indices(NamedTuple):
-    """The slices of ``c`` for a stage's ``sums``: means, then ``totals``. ``received`` are totals and ``adapt``'s results."""
+    """The slices of ``c`` for a stage's ``sums``: means, then ``totals``. ``received``: totals and ``adapt``'s results."""
 
     sums: slice
     totals: slice
