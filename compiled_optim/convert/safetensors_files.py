@@ -39,10 +39,10 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         raise ValueError(f"{path} has no entry {key!r}")
     sidecar = path.with_suffix(".json")
     content = read_groups(sidecar)
-    copy = torch.clone if scratch is None else _separate
+    detach = torch.clone if scratch is None else _separate
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: copy(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: detach(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except OSError:
         raise
     except Exception as error:  # arbitrary bytes may raise any

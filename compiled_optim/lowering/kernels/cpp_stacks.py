@@ -45,8 +45,8 @@ its column there and the address of its parameter; for each column, the address 
 class Part(NamedTuple):
     """The loops between two products, as one C++ function, called ``name``.
 
-    It takes the addresses of ``arrays``, which begin with :data:`FIRST_ARRAYS`, and ``sizes``: of axes, by
-    letter, and those of loops and sums that :class:`StackSource` names.
+    It takes the addresses of ``arrays``, which begin with :data:`FIRST_ARRAYS`, and ``sizes``: those of axes by letter, and
+    those of loops and sums that :class:`StackSource` names.
     """
 
     name: str
