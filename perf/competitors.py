@@ -93,7 +93,7 @@ def _multiply_in_torch(optimizer: Any) -> None:
 
 
 def named(params: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Give parameters a transformer's names: matrices of which one side is a multiple of the other are hidden layers."""
+    """Give parameters a transformer's names: matrices with one side a multiple of the other are hidden layers."""
 
     def name(index: int, param: Tensor) -> str:
         if param.dim() < 2:

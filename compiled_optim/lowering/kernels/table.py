@@ -322,7 +322,7 @@ class TensorTable(Protocol):
     launches: Launches
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
     blocks: Tensor  # (blocks, 2) int64, the tensor and the index of the block in it
-    elements: int  # real numbers in all tensors
+    elements: int  # real numbers in all tensors that have blocks
 
     @property
     def grads(self) -> Tensor:
