@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "did not run: "
 """The beginning of the metric of a row without numbers."""
 OUT_OF_TIME = "out of time"
-"""The reason in the row of a competitor that did not fail, but was not begun or ended in time."""
+"""The reason in the row of a competitor that ran out of time, which is no failure."""
 
 
 @dataclass(frozen=True)
