@@ -45,7 +45,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
             tensors = {name: detach(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except OSError:
         raise
-    except Exception as error:  # arbitrary bytes may raise any
+    except Exception as error:  # arbitrary bytes may raise any error
         raise ValueError(f"{path} is damaged ({reason(error)})") from error
     params = {str(p): p for group in content["param_groups"] for p in group["params"]}
     state: dict[Any, dict[str, Tensor]] = {}

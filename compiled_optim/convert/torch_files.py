@@ -80,7 +80,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any
     """
     try:
         content = _load(check_regular(path), is_mapped=scratch is not None)
-    except Exception as error:  # arbitrary bytes may raise any
+    except Exception as error:  # arbitrary bytes may raise any error
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a damaged archive points outside of itself
             raise
         raise ValueError(
