@@ -555,7 +555,7 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
 
     ``"optimizer"`` is the class's name. A group lacks options at their defaults that torch.optim does not have.
 
-    Run-time flags have their defaults in it, not the optimizer's values.
+    Run-time flags, but for ``maximize``, have their defaults in it, not the optimizer's values.
     """
     packed_groups, packed_state = [], {}
     indices = itertools.count()
