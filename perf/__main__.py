@@ -157,7 +157,7 @@ def _train(args: argparse.Namespace) -> Measured:
 
 def _distributed(args: argparse.Namespace) -> Measured:
     if args.rehearse:
-        args.device = torch.device("cpu")  # which needs no GPU for each process
+        args.device = torch.device("cpu")  # so that processes need no GPUs
     options = {"processes": args.processes, "layouts": args.layouts, "deadline": args.deadline}
     return distributed.measure_distributed(args.device, size="small" if args.rehearse else args.model, **options)
 
@@ -209,7 +209,7 @@ def _report(args: argparse.Namespace) -> int:
 def _warn_if_busy() -> None:
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > 0.5 * cores:
-        message = f"load average {load:.1f} on {cores} cores: other work runs here, and slows what is timed"
+        message = f"load average {load:.1f} on {cores} cores: other work runs here, and slows the timed steps"
         print(message, file=sys.stderr)
 
 

@@ -71,7 +71,7 @@ def runs(cls: type[co.CompiledOptimizer]) -> Iterator[tuple[dict[str, Any], str,
 def digest(cls: type[co.CompiledOptimizer], options: dict[str, Any], lowering: str, dtype: torch.dtype) -> str:
     """Return a hash of all parameters and their state after steps in which each gradient is absent every fourth time.
 
-    If the optimizer refuses the options, it is the message.
+    If the optimizer refuses the options, return its message.
     """
     torch.manual_seed(0)
     only_matrices = cls is co.SparseAdam or cls._granularity == "matrix"

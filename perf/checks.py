@@ -160,7 +160,7 @@ def measure_kernels(
         try:
             with let_in():
                 events = _profiled(competitor(optimizer, name), workload, device, grads, rounds)
-        except Exception as error:  # packages may raise any
+        except Exception as error:  # packages may raise any error
             traceback.print_exc()
             yield left_out("kernels", workload, optimizer, {name: reason(error)})
             continue

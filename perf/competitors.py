@@ -51,10 +51,10 @@ class Peer:
     others: Mapping[str, str] = field(default_factory=dict)  # names that follow no pattern, by this package's
     compiled: bool = False  # whether the user compiles its step with torch.compile
     finish: Callable[[Any], object] = lambda optimizer: None  # a user's further call; may return another object with a step
-    tensors: float = math.inf  # the most, unless it is named
+    tensors: float = math.inf  # the most tensors of a step, unless it is named
     dtype: torch.dtype = torch.float32
     spoils_gradients: bool = False  # whether it writes to gradients
-    arguments: Callable[[Sequence[Tensor]], dict[str, Any]] = lambda params: {"params": params}  # with further ones
+    arguments: Callable[[Sequence[Tensor]], dict[str, Any]] = lambda params: {"params": params}  # and further ones
     wrap: Callable[[Tensor], Tensor] = lambda tensor: tensor  # applied to parameters and gradients
     only_named: bool = False  # whether it is left out unless it is named
     note: str = ""  # why its times are hard to compare
@@ -93,7 +93,7 @@ def _multiply_in_torch(optimizer: Any) -> None:
 
 
 def named(params: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    """Give parameters a transformer's names: matrices of which one side is a multiple of the other are hidden layers."""
+    """Give parameters a transformer's names: matrices with one side a multiple of the other are hidden layers."""
 
     def name(index: int, param: Tensor) -> str:
         if param.dim() < 2:

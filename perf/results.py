@@ -20,7 +20,7 @@ RESULTS = Path(__file__).parent / "results"
 NOT_RUN = "did not run: "
 """The beginning of the metric of a row without numbers."""
 OUT_OF_TIME = "out of time"
-"""The reason of a row for a competitor that did not fail."""
+"""The reason in the row of a competitor that ran out of time, which is no failure."""
 
 
 @dataclass(frozen=True)

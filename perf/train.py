@@ -103,7 +103,7 @@ def measure_training(
                 with let_in(), deadline.piece(), torch._dynamo.config.patch(trace_autograd_ops=True):
                     done[way] = _train(way, training, texts)
                     why = ""
-            except Exception as error:  # packages and compilers may raise any
+            except Exception as error:  # packages and compilers may raise any error
                 why = reason(error)
             except KeyboardInterrupt as error:
                 why, interrupt = INTERRUPTED, error

@@ -118,7 +118,7 @@ def measured(
                 call = ways[name]()
                 rows += call.rows
                 _take(samples, {name: call}, device, -(-rounds // ALONE), warmup, clock, Deadline())
-        except Exception as error:  # packages and compilers may raise any
+        except Exception as error:  # packages and compilers may raise any error
             traceback.print_exc()
             yield rows + table.alone(name, samples[name]) + absent({name: reason(error)})
             continue

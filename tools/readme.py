@@ -422,7 +422,7 @@ _EXTRAS = {"sklearn": "demo", "unit_scaling": "mup", "lightning": "trainers", "p
 
 
 def needed_extra(recipe: Path) -> str:
-    """Return the extras that a recipe needs, separated by commas as for pip."""
+    """Return the extras that a recipe needs, separated by commas as for pip; ``""`` if it needs none."""
     imported = re.findall(r"^(?:import|from) (\w+)", recipe.read_text(), re.MULTILINE)
     return ",".join(sorted({_EXTRAS[name] for name in imported if name in _EXTRAS}))
 

@@ -3,8 +3,8 @@
 The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
 parameters have names, ``param_names``. The *named* form has names instead of the integers. Both may hold ``aliases``
 (further name -> name), for tied parameters, and ``format_version``. A state dict of several optimizers has their names under
-``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Other keys
-of ``state`` hold foreign state, which hooks and wrappers put there.
+``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Other keys of ``state`` hold
+foreign state, which hooks and wrappers put there.
 
 No memory is read before a check that it exists. All errors that a value raises become an :class:`Unloadable` that names it.
 """
@@ -65,7 +65,7 @@ def described(value: Any, depth: int = 2) -> str:
 
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
-    """Return ``value``, called ``what``, as a float, or raise :class:`Unloadable`: it is none, or not ``finite``."""
+    """Return ``value``, called ``what``, as a float; :class:`Unloadable` if it is none, or must be ``finite`` and is not."""
     if type(value) is float and (math.isfinite(value) or not finite):
         return value
     is_simple = type(value) in TORCH_TYPES and value.dtype in (torch.float64, torch.float32)
@@ -111,7 +111,7 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Return :func:`as_tensor`, checked: of ``shape``, of ``dtype`` if that is of integers, else complex as ``dtype`` is."""
+    """Return :func:`as_tensor` of ``shape``; of ``dtype`` if that is of integers, else complex exactly if ``dtype`` is."""
     tensor = as_tensor(value, what, FLOATING if dtype in FLOATING else {dtype})
     if tuple(tensor.shape) != shape:
         raise Unloadable(f"{what} has shape {tuple(tensor.shape)} instead of {shape}")

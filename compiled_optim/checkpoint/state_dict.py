@@ -96,7 +96,7 @@ class LoadReport(NamedTuple):
 class PreparedLoad:
     """A load. Everything is checked and allocated, so that writing cannot fail; nothing is written yet."""
 
-    report: LoadReport  # the names that it leaves out
+    report: LoadReport  # the names that it leaves out, and changed options
     groups: Sequence[ParamGroup]
     state: OptimizerState
     params: list[SavedParam]
@@ -109,11 +109,11 @@ class PreparedLoad:
 def check_groups(load: PreparedLoad, saved_groups: Sequence[Mapping[str, Any]], *, keep: bool, native: bool) -> list[str]:
     """Take each group's values from the saved groups that its parameters were in. Return the conflicts.
 
-    With ``keep``, only modes are taken, and nothing else is checked. ``native`` says that this package saved
-    the groups, which then lack options at their defaults.
+    With ``keep``, only modes are taken, and nothing else is checked. ``native`` says that this package saved the groups,
+    which then lack options at their defaults.
 
     Raises:
-        ValueError, TypeError: a value cannot be read, or is no hyperparameter.
+        ValueError, TypeError: a value cannot be read, or is invalid for its hyperparameter.
     """
     sources: dict[int, dict[int, Mapping[str, Any]]] = {}
     for each in load.params:
@@ -188,7 +188,7 @@ def _group_values(
 def _options(
     load: PreparedLoad, index: int, saved: Sequence[Mapping[str, Any]], problems: list[str], *, native: bool
 ) -> dict[str, Any]:
-    """Return the options of a group that differ in ``saved`` groups; add those that it cannot take to ``problems``.
+    """Return the values in ``saved`` groups of options that differ in a group; add those that it refuses to ``problems``.
 
     An option that decides which buffers exist must be the same.
     """
@@ -555,7 +555,7 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
 
     ``"optimizer"`` is the class's name. A group lacks options at their defaults that torch.optim does not have.
 
-    Run-time flags have their defaults in it, not the optimizer's values.
+    Run-time flags, but for ``maximize``, have their defaults in it, not the optimizer's values.
     """
     packed_groups, packed_state = [], {}
     indices = itertools.count()

@@ -1,8 +1,8 @@
 """The command line: ``compiled-optim COMMAND`` or ``python -m compiled_optim COMMAND``.
 
 Each module of this folder is a command. The first line of its docstring is its help, ``arguments`` declares its options, and
-``run`` does the work. Commands share the modules of ``parts``. ``--help`` imports what ``import compiled_optim`` does and no
-more: commands import anything else in functions.
+``run`` does the work. Commands share the modules of ``parts``. ``--help`` imports no more than ``import
+compiled_optim``: commands import other modules in functions.
 """
 
 from __future__ import annotations

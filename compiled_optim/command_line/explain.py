@@ -87,7 +87,7 @@ def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
             if not isinstance(model, torch.nn.Module) and callable(model):
                 with torch.device(device):
                     model = model(*positional, **named)
-    except (Exception, SystemExit) as error:  # the user's code may raise any
+    except (Exception, SystemExit) as error:  # the user's code may raise any error
         hint = "; try --device cpu" if device == "meta" and not isinstance(error, (AttributeError, ImportError)) else ""
         raise ValueError(f"{source}: {type(error).__name__}: {error}{hint}") from error
     if not isinstance(model, torch.nn.Module):

@@ -102,10 +102,10 @@ def _averages(record: Mapping[str, Any]) -> dict[str, Any]:
 def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     """Yield each probable problem with the names of its parameters."""
     averages = [_averages(r) for r in records]
-    stepped = [bool(kinds) if r["step"] is None else r["step"] > 0 for r, kinds in zip(records, averages, strict=True)]
-    ranges = [[e for e in kinds.values() if "max" in e] for kinds in averages]
+    stepped = [bool(entries) if r["step"] is None else r["step"] > 0 for r, entries in zip(records, averages, strict=True)]
+    ranges = [[e for e in entries.values() if "max" in e] for entries in averages]
     judged = [*zip(records, stepped, ranges, strict=True)]
-    dead = [r["name"] for r, ran, known in judged if ran and known and not any(e["min"] or e["max"] for e in known)]
+    dead = [r["name"] for r, ran, entries in judged if ran and entries and not any(e["min"] or e["max"] for e in entries)]
     is_counted = any(r["step"] for r in records)
     moving = {r["group"] for r, ran, _ in judged if ran or is_counted}  # a group of SGD may need no state
     still = [r["name"] for r, ran, _ in judged if not ran and r["group"] in moving and (r["step"] == 0 or not r["state"])]

@@ -81,7 +81,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         entries = _entries(path, key, scratch)
     except OSError:
         raise
-    except Exception as error:  # arbitrary bytes may raise any
+    except Exception as error:  # arbitrary bytes may raise any error
         raise ValueError(f"{path} is damaged, or holds no optimizer ({reason(error)})") from error
     result: dict[str, Any] = {"state": {}, "param_groups": []}
     lists: dict[int, dict[str, Any]] = {}

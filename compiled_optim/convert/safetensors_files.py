@@ -39,13 +39,13 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> dic
         raise ValueError(f"{path} has no entry {key!r}")
     sidecar = path.with_suffix(".json")
     content = read_groups(sidecar)
-    copy = torch.clone if scratch is None else _separate
+    detach = torch.clone if scratch is None else _separate
     try:
         with safe_open(path, framework="pt") as file:
-            tensors = {name: copy(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
+            tensors = {name: detach(file.get_tensor(name)) for name in file.keys()}  # noqa: SIM118
     except OSError:
         raise
-    except Exception as error:  # arbitrary bytes may raise any
+    except Exception as error:  # arbitrary bytes may raise any error
         raise ValueError(f"{path} is damaged ({reason(error)})") from error
     params = {str(p): p for group in content["param_groups"] for p in group["params"]}
     state: dict[Any, dict[str, Tensor]] = {}

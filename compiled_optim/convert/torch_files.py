@@ -29,7 +29,7 @@ _WIDTHS = {
 
 
 class Record:
-    """A description of a pickled object: its class has the name, and it holds arguments and state."""
+    """A description of a pickled object: its arguments and its state. A subclass has the name of the object's class."""
 
     args: tuple[Any, ...]
     state: Any
@@ -44,7 +44,7 @@ class Record:
 
 
 class _Items(dict[Any, Any]):
-    def __setstate__(self, state: Any) -> None:  # a module's state dict has a ``_metadata``
+    def __setstate__(self, state: Any) -> None:  # drops attributes, such as ``_metadata`` of a module's state dict
         pass
 
 
@@ -80,7 +80,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any
     """
     try:
         content = _load(check_regular(path), is_mapped=scratch is not None)
-    except Exception as error:  # arbitrary bytes may raise any
+    except Exception as error:  # arbitrary bytes may raise any error
         if isinstance(error, OSError) and error.errno != errno.EINVAL:  # a damaged archive points outside of itself
             raise
         raise ValueError(
@@ -99,7 +99,7 @@ def _load(path: Path, *, is_mapped: bool) -> Any:
     is_zip = zipfile.is_zipfile(path)
     if is_zip:
         _check_archive(path)
-    if is_zip and is_mapped and path.suffix != ".safetensors":  # torch.load reads a path by its suffix
+    if is_zip and is_mapped and path.suffix != ".safetensors":  # for a path, torch.load goes by its suffix
         load = partial(torch.load, str(path), mmap=True, map_location="cpu", weights_only=True)
     else:
         load = partial(_load_opened, path)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 Keep: TypeAlias = Callable[[Tensor], Tensor]
-"""A function that every tensor of a conversion passes through: see :func:`keeper`."""
+"""A function that is applied to each tensor that a conversion makes: see :func:`keeper`."""
 
 Writers: TypeAlias = Mapping[Path, Callable[[Path], object]]
 """The files, or the folder, of a conversion, each with the function that writes it."""
@@ -23,7 +23,7 @@ _LEAST = 1 << 16  # bytes; smaller tensors stay in memory
 
 
 def keeper(directory: Path | None) -> Keep:
-    """Return a function that moves large tensors to files in ``directory`` and maps them. Without one it keeps them."""
+    """Return a function that moves large tensors to files in ``directory`` and maps them. If None, they stay in memory."""
     if directory is None:
         return lambda tensor: tensor
 
@@ -93,7 +93,7 @@ def put(files: Writers) -> None:
 
 
 def _write_durably(path: Path, write_to: Callable[[Path], object], like: Path) -> None:
-    """Write a file or folder to the disk. A file gets the permissions of ``like`` if that exists."""
+    """Write a file or folder, and wait until it is on the disk. A file gets the permissions of ``like`` if that exists."""
     write_to(path)
     if path.is_dir():  # its writer flushes it
         return

@@ -67,7 +67,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
 
 
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
-    """Return the name of the lowering of an elementwise rule with dense gradients on ``plan``."""
+    """Return the name of the lowering that ``plan`` would have if its rule were elementwise and its gradients dense."""
     on_cpu = plan.device.type == "cpu"
     if wanted == "eager" or plan.is_meta or torch_internals.is_fake(plan.members[0].param):  # no numbers to compute
         return "eager"

@@ -193,11 +193,11 @@ class LoopStack(Stack):
             self.kernel(self.shapes[0]).run(addresses, columns)
             return
         for part, shape in zip(self.parts, self.shapes, strict=True):
-            for tensors in self._each(part, params, grads, buffers):
-                self.kernel(shape).run(addresses | {name: tensor.data_ptr() for name, tensor in tensors.items()}, columns)
+            for rows in self._each(part, params, grads, buffers):
+                self.kernel(shape).run(addresses | {name: tensor.data_ptr() for name, tensor in rows.items()}, columns)
 
     def _each(self, part: Rows, params: Tensor, grads: Tensor, buffers: Sequence[Tensor]) -> Iterator[dict[str, Tensor]]:
-        """Yield the tensors that a kernel takes to update ``part`` of each tensor: together they are not contiguous."""
+        """Yield a kernel's arguments for ``part`` of each tensor in turn: in the stack, these parts are not contiguous."""
         row, grad_row = (part.shape[-1] * dtype.itemsize for dtype in self.key.dtypes[:2])
         grads = _moved(grads, part.first * grad_row)
         for i, address in enumerate(torch.split(params + part.first * row, 1)):

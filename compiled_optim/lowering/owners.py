@@ -87,8 +87,8 @@ def owners(likes: Sequence[Any], count: int, first: int) -> Owners | None:
         dims.append(next((kind.dim % like.dim() for _, kind in split), None))
     if dims[0] is None or len(meshes) != 1:
         return None
-    roles = Owners(likes, meshes.pop()[1], dims, count, first)
-    return roles if [parts[roles.rank] for parts in roles.parts] == [tuple(local(like).shape) for like in likes] else None
+    result = Owners(likes, meshes.pop()[1], dims, count, first)
+    return result if [parts[result.rank] for parts in result.parts] == [tuple(local(like).shape) for like in likes] else None
 
 
 def _part_sizes(shape: Sequence[int], dim: int | None, count: int) -> list[tuple[int, ...]]:

@@ -306,7 +306,7 @@ class RowKind:
 class RowBatch:
     """A :class:`~compiled_optim.lowering.kernels.table.TensorTable` of the rows of several parameters.
 
-    All addresses are fixed, and all that follows from ``counts``, the number of each gradient's entries, is computed once.
+    Its memory has fixed addresses. All that follows from ``counts``, the numbers of gradients' entries, is computed once.
     ``rows`` is the knowledge of the rows that the prepared entries name.
     """
 

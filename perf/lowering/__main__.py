@@ -54,7 +54,7 @@ def main() -> int:
     from perf.lowering.report import Workload, elementwise
 
     if args.optimizer not in exported():
-        print(f"no optimizer is called {args.optimizer}; choose of {', '.join(exported())}", file=sys.stderr)
+        print(f"no optimizer is called {args.optimizer}; choose one of {', '.join(exported())}", file=sys.stderr)
         return 2
     if args.shapes == "gpt2" and args.workload != 148:
         print("GPT-2 has 148 tensors: --workload 148", file=sys.stderr)

@@ -34,7 +34,7 @@ _OWN: dict[str, tuple[str, Callable[[Engine], bool]]] = {
     "operator": ("multi_tensor", lambda engine: engine.preallocate_for_graphs()),
     "inlined": ("inductor", lambda engine: not engine.inline(range(len(engine.params)))),
 }
-"""Steps in functions that the user compiles: their lowerings, and the preparation of Dynamo's trace."""
+"""Steps in functions that the user compiles: their lowerings, and calls that prepare the trace, False if they cannot."""
 
 _NUMEL = 4096  # elements of each of several equal tensors: whole chunks
 _MIXED = [(64, 64), (4096,), (768,), (768, 768)]
@@ -109,8 +109,8 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     Raises:
         ValueError: torch.optim has no such optimizer.
     """
-    device, called, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
-    gpu = cpu_in_place_of_cuda if stand_in else fake_cuda if called else _fake_cuda_anew
+    device, multi, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
+    gpu = cpu_in_place_of_cuda if stand_in else fake_cuda if multi else _fake_cuda_anew
     with gpu(arch):
         first, steady, moved = _steps(_optimizer(workload, lowering, device), lowering, device)
         modules = [inductor_source.read(g.source, None if lowering == "auto" else g.inputs) for g in steady.graphs]
@@ -119,7 +119,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
         kernels = [kernel_report(name, launched[name], _compiled(name, text), arch) for name, text in texts.items()]
     of_package = own_kernels(steady, workload.dtype, arch, elementwise=lowering != "auto")
     bytes_per_param = sum((k.bytes_per_param or 0) * k.launches for k in of_package)
-    if not called:  # its operators only touch tables
+    if not multi:  # the operators of multi_tensor touch only tables
         bytes_per_param += (sum(m.bytes or 0 for m in modules) + sum(o.bytes for o in steady.operators)) / workload.elements
     externs = [name for module in modules for name in module.externs]
     is_known = lowering != "auto" and all("compiled_optim" in name for name in externs)

@@ -1,6 +1,6 @@
 """The same promises on a GPU, with real CUDA graphs. Skipped where there is none.
 
-``pytest tests/test_cuda.py --cuda-on-cpu`` tries the tests themselves, without a GPU: see ``cuda_on_cpu``.
+``pytest tests/capture/test_cuda.py --cuda-on-cpu`` tries the tests themselves, without a GPU: see ``cuda_on_cpu``.
 """
 
 from __future__ import annotations

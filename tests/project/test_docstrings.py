@@ -22,7 +22,7 @@ KINDS = [*registry(), *COMBINED, co.mup.Adam, co.mup.AdamW, co.mup.SGD]
 
 
 def _explained(kind: type) -> dict[str, str]:
-    """Return the text of each argument below ``Args:``; names of a list share theirs."""
+    """Return the texts below ``Args:`` by argument; arguments that are listed together share one."""
     section = re.search(r"^Args:\n((?:[ ]+.*\n)+)", inspect.cleandoc(kind.__doc__ or "") + "\n", re.MULTILINE)
     assert section is not None, kind
     listed = re.findall(r"^    (\w[\w, ]*): (\S.*\n(?:     .*\n)*)", section[1], re.MULTILINE)
@@ -75,7 +75,7 @@ def test_no_relative_clause_hangs_on_nothing() -> None:
     assert found == []
 
 
-# A sentence begins where a block does, or behind another's end and closing quotes or brackets.
+# A sentence begins at the start of a block, or after the end of another one, which quotes or brackets may close.
 _VAGUE = re.compile(r"""(?:^|[.!?][)"'`*_]*\s)["'(*_]*\b(?=(?:What|Whoever|Whatever|Nobody|There)\b)""")
 _SENTENCE = re.compile(r"""(?:.*?[.!?][)"'`*_]*(?=\s|$))|.*""", re.DOTALL)
 _NEW_BLOCK = re.compile(r"\s*(?:[*+-]|\d+\.)\s+|\s*\|")
@@ -112,7 +112,7 @@ def _docstrings(source: str) -> Iterator[list[tuple[int, str]]]:
 
 
 def _comments(source: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield the numbered lines of comments; those that follow one another in one column are one text, a sentence first."""
+    """Yield the numbered lines of comments. Consecutive ones in one column are one text, which begins in upper case."""
     last, block = (0, 0), list[tuple[int, str]]()
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
@@ -126,7 +126,7 @@ def _comments(source: str) -> Iterator[list[tuple[int, str]]]:
 
 
 def _prose(page: str) -> list[tuple[int, str]]:
-    """Return the numbered lines of a page outside of code; a heading may be a question."""
+    """Return the numbered lines of a page. Those of code and headings, which may be questions, are empty."""
     lines, is_code = [], False
     for number, line in enumerate(page.splitlines(), 1):
         is_fence = line.lstrip().startswith("```")
@@ -159,7 +159,7 @@ _EMPTY = {"place", "places", "placed", "found", "given", "own"}
 
 
 def _identifiers(node: ast.AST) -> Iterator[str]:
-    """Yield the names that a node writes; an import's local name, if it has one."""
+    """Yield the names in a node itself; of an import, the local name."""
     if isinstance(node, ast.alias):
         yield node.asname or node.name
     else:

@@ -31,7 +31,7 @@ def load() -> tuple[Images, Images]:
 
 
 def batches_per_epoch(images: Images) -> int:
-    """Return the number of full batches in an epoch. Each epoch leaves out other images, fewer than a batch."""
+    """Return the number of full batches in an epoch. Each leaves out fewer images than a batch, at random."""
     return len(images[0]) // BATCH_SIZE
 
 

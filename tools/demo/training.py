@@ -79,7 +79,7 @@ class Training:
         """Return a new training from a checkpoint of this one. Its optimizer lists parameters in the opposite order.
 
         Raises:
-            AssertionError: the optimizer's state does not belong to the parameter that it was saved for.
+            AssertionError: a parameter's state in the optimizer is not the one that was saved for it.
         """
         file = io.BytesIO()
         torch.save({part: getattr(self, part).state_dict() for part in ("model", "optimizer", "scheduler")}, file)

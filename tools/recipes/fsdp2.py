@@ -17,7 +17,7 @@ import compiled_optim as co
 
 
 def train(rank, processes, folder, first):
-    """Take steps from ``first`` to 40. A first run saves a checkpoint after step 20; the others start from it."""
+    """Take steps to 40: from 0, with a checkpoint after step 20, or from ``first``, with the state of that checkpoint."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/{processes}", rank=rank, world_size=processes)
     torch.manual_seed(0)

@@ -31,7 +31,7 @@ class ByName(Trainer):
     @staticmethod
     def get_optimizer_cls_and_kwargs(args, model=None):
         adam = {("betas", (args.adam_beta1, args.adam_beta2)), ("eps", args.adam_epsilon)}
-        extra = dict(adam - {("betas", (0.9, 0.999)), ("eps", 1e-8)})  # or the class's defaults
+        extra = dict(adam - {("betas", (0.9, 0.999)), ("eps", 1e-8)})  # else the class's defaults
         return co.optimizer_info(args.optim).cls, {"lr": args.learning_rate, **extra, **json.loads(args.optim_args or "{}")}
 
 

@@ -1,6 +1,7 @@
 """Muon for the matrices of hidden layers and AdamW for the rest, as one optimizer: one schedule, one clip, one checkpoint.
 
-``co.explain`` tells which rule each parameter has and why, before you train. ``opt.health()`` tells afterwards what did not.
+``co.explain`` tells which rule each parameter has and why, before you train. ``opt.health()`` lists afterwards those that
+may not have trained.
 """
 
 import torch

@@ -1,7 +1,7 @@
 """u-muP with unit-scaling's layers: the learning rate that is best for a narrow model is best for a wide one too.
 
 ``co.mup.AdamW`` reads the scale of each parameter from its layer. All parameters of a model are one group and one kernel,
-whatever their scales are. With torch's layers and plain AdamW, the best rate falls as the model grows.
+even with different scales. With torch's layers and plain AdamW, the best rate falls as the model grows.
 """
 
 import torch

@@ -391,7 +391,7 @@ OURS void step(const int64_t* inputs, const int64_t* marks, const int64_t* hyper
 
 
 class CppKernel(Kernel):
-    """The compiled kernel of one key on the CPU. It runs on ``torch.get_num_threads()`` threads.
+    """The compiled kernel of one key on the CPU. It runs on up to ``torch.get_num_threads()`` threads.
 
     Raises:
         CompilerError: it cannot be compiled or loaded on this machine.

@@ -45,8 +45,8 @@ its column there and the address of its parameter; for each column, the address 
 class Part(NamedTuple):
     """The loops between two products, as one C++ function, called ``name``.
 
-    It takes the addresses of ``arrays``, which begin with :data:`FIRST_ARRAYS`, and ``sizes``: of axes, by
-    letter, and those of loops and sums that :class:`StackSource` names.
+    It takes the addresses of ``arrays``, which begin with :data:`FIRST_ARRAYS`, and ``sizes``: those of axes by letter, and
+    those of loops and sums that :class:`StackSource` names.
     """
 
     name: str
@@ -204,7 +204,7 @@ class StackLoops:
             sizes |= {f"{loop.name}.chunks": chunks, f"{loop.name}.axis": axis}
         for name, (loop, op) in source.partial.items():
             axis = sizes[f"{loop.name}.axis"]
-            is_whole_in_a_chunk = op.axes[axis] == loop.axes[axis]  # which may end within a group
+            is_whole_in_a_chunk = op.axes[axis] == loop.axes[axis]  # not of groups: a chunk may end within one
             sizes[name] = 1 if is_whole_in_a_chunk else sizes[f"{loop.name}.chunks"]
         self._allocate(sizes)
         self._events: list[tuple[Part | TensorOp, Any, Any]] = []

@@ -17,7 +17,7 @@ template <class P> static inline void clear(P* partial, int64_t t, int64_t numel
 static inline double with(double sum, double x) { return sum + x; }
 static inline uint32_t with(uint32_t largest, uint32_t x) { return maximum_(largest, x); }
 
-// Where a group of N elements ends, or what is left of it.
+// Returns the end of the group of N elements that has element i, at most last.
 template <int64_t N> static inline int64_t end_of(int64_t i, int64_t last) {
   const int64_t next = (i / N + 1) * N;
   return next < last ? next : last;
@@ -31,7 +31,7 @@ template <class P, class T> static void add(const P* partial, T* to, int64_t t, 
   }
 }
 
-// What happens to a tensor t, in so many chunks p, with something at the begin and at the end.
+// The work on a tensor t: loop for each of its chunks p, begin before the first one and end after the last one.
 template <class Begin, class Loop, class End> struct Phase {
   int64_t chunks;
   Begin begin;

@@ -165,7 +165,7 @@ class Schedule:
         return loop
 
     def _read(self, names: Iterable[str], fresh: Collection[str] = ()) -> set[str]:
-        """Return ``names``, and all values that a loop needs for them; stored values end the search but for ``fresh``."""
+        """Return ``names`` and all values that a loop reads for them. A stored value is not traced unless in ``fresh``."""
         read, todo = set[str](), list(names)
         while todo:
             if (name := todo.pop()) not in read:

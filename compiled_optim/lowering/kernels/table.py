@@ -74,8 +74,8 @@ class HyperPointers:
             copy.copy_(tensor)
         if capturing:
             self._captured += on_device
-        users = [value for value in self._clipping.arguments if isinstance(value, Tensor)]
-        self._are_private = not (users or self._copies or self._has_escaped)
+        passed = [value for value in self._clipping.arguments if isinstance(value, Tensor)]
+        self._are_private = not (passed or self._copies or self._has_escaped)
 
     def follow(self) -> None:
         """Update the table at once after a group replaced a tensor: a captured graph may run before another step."""
@@ -83,7 +83,7 @@ class HyperPointers:
         self.refresh()
 
     def refresh(self, capturing: bool | None = None) -> None:
-        """Do :meth:`prepare` but for copies on the device, which a graph holds. If None, find out if one is captured."""
+        """Do :meth:`prepare` but for copies on the device, which a graph holds. With None, ask if one is being captured."""
 
         def records() -> bool:
             return is_capturing(self._device) if capturing is None else capturing
@@ -322,7 +322,7 @@ class TensorTable(Protocol):
     launches: Launches
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
     blocks: Tensor  # (blocks, 2) int64, the tensor and the index of the block in it
-    elements: int  # real numbers in all tensors
+    elements: int  # real numbers in all tensors that have blocks
 
     @property
     def grads(self) -> Tensor:

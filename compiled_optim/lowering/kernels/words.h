@@ -34,7 +34,7 @@ static inline float from_bits_(uint32_t bits) { return from_bits(bits); }
 static inline float from_upper_(uint32_t bits) { return from_bits(bits & 0xffff0000); }
 static inline uint32_t bits_(float x) { return to_bits(x); }
 
-// Two numbers of 16 bits, or of 8, where the first of them lies.
+// Two numbers of 16 bits, or of 8, at the address of the first one.
 typedef uint32_t __attribute__((aligned(2), may_alias)) pair32;
 typedef uint16_t __attribute__((aligned(1), may_alias)) pair16;
 
@@ -71,8 +71,8 @@ struct float16 {
   }
 };
 
-// Protected, so that a function of ours calls ours, whatever else of that name the process has loaded. Its last arguments
-// are the number of programs, which are loops here, and of threads.
+// Protected, so that a kernel calls its own functions, even if the process has loaded others of the same name. The last
+// arguments are the number of programs, which are loops here, and of threads.
 #define OURS extern "C" __attribute__((visibility("protected")))
 
 template <class P> static inline P* at(const int64_t* table, int64_t row, int64_t count, int64_t t) {

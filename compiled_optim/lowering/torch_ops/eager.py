@@ -36,7 +36,7 @@ def evaluated(
     ``hypers`` the elements of the present hyperparameters, of several groups one after the other, or vectors with an entry
     per tensor. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, empty if gradients are
     not clipped. ``square_sum`` is of all gradients, None if no norm is needed. ``neutral`` names numbers that are 1 for all
-    tensors, which are not multiplied.
+    tensors, by which nothing is multiplied.
 
     Returns:
         The rows of coefficients, with one entry per tensor: the factor of the gradient, 1 if the step is skipped, else 0,
@@ -107,7 +107,7 @@ class Lowering:
         self._square_sum, self._all_square_sums = square_sums, all_square_sums
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
-        """Take assigned hyperparameters, and ``grads``, with an entry per parameter; None for their own ``grad``.
+        """Take assigned hyperparameters, and ``grads``, with an entry per parameter; None for each parameter's ``grad``.
 
         ``captures`` are the devices on which a graph is being captured.
         """
@@ -241,7 +241,7 @@ class EagerLowering(TorchLowering):
             yield from super().launch_in_stages()
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
-        if not self.plan.is_meta:  # which have nothing to sum
+        if not self.plan.is_meta:  # meta tensors have no numbers to sum
             for i, lists, values in self._lists(coefficients):
                 sums[:, i] = torch.stack([total for (total,) in lists.sums(stage, values)])
 

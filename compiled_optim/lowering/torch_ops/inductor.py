@@ -333,10 +333,10 @@ class InlinedStep:
 
     Attributes:
         tensors: those that it reads and writes besides parameters, gradients, hyperparameters and clipping.
-        names: of these, such as ``exp_avg/0.weight``, or ``scalars/0`` with the index of a plan for those of a plan.
+        names: the names of ``tensors``: ``exp_avg/0.weight``, or ``scalars/0`` with the index of a plan, and so on.
         hypers: the hyperparameters that it reads or writes: the indices of their groups, and their names.
         clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
-            gradient scaler are neutral, since an inlined step has tensors of its own.
+            gradient scaler are neutral, since it passes other tensors to each step that it calls.
         clips: True if users assigned one of them, so that steps without a scaler use them too.
     """
 
