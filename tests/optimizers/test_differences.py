@@ -45,8 +45,8 @@ SENTENCES = [
     (co.AdamWScheduleFree, "``eps`` is added to the root of the uncorrected squares"),
     (co.AdamWScheduleFree, "it corrects the squares alone, and a weight is the largest rate so far, squared"),
     (co.Prodigy, "``eps`` is multiplied by the ``d`` of the step, and so is a gradient where ``betas[0]`` is 0"),
-    (co.Prodigy, "that uses the next ``d`` for both"),
-    (co.Muon, "a matrix is divided by its norm before, and not by 1.01 times that"),
+    (co.Prodigy, "which uses the next ``d`` for both"),
+    (co.Muon, "a matrix is first divided by its norm, not by 1.01 times its norm"),
 ]
 
 
