@@ -40,8 +40,7 @@ class TensorOp:
 
     ``"largest"`` is the largest integer of each group, at least 0. A ``"product"`` is of two matrices, each transposed
     first if its ``transposed`` is true. ``"quadratic"`` is a + b * x + c * x @ x of a symmetric matrix, with three numbers
-    in its expression. ``"transpose"`` is the transposed matrix. A value is ``half`` if it is a bfloat16 number, and
-    ``is_int`` if it is a 32-bit integer.
+    in its expression. ``"transpose"`` is the transposed matrix. ``half`` means bfloat16, and ``is_int`` a 32-bit integer.
     """
 
     name: str
@@ -143,14 +142,13 @@ class TensorSymbol(Symbol):
         """Convert the numbers to bfloat16, or to the dtype of computations."""
         if dtype not in (torch.bfloat16, self.code.dtype):
             raise NotWritable(f"computes in {dtype}")
+        half, name = dtype == torch.bfloat16, self.name
         if self.mask:
-            number = f"T({self.name})"
-            return self.code.append("element", self.axes, (self.name,), number, transposed=self.transposed).to(dtype)
-        if (half := dtype == torch.bfloat16) and not self.half:
-            return self.code.append(
-                "element", self.axes, (self.name,), f"rounded({self.name})", half=True, transposed=self.transposed
-            )
-        return TensorSymbol(self.code, self.name, self.axes, half=half, transposed=self.transposed)
+            return self.code.append("element", self.axes, (name,), f"T({name})", transposed=self.transposed).to(dtype)
+        if half and not self.half:
+            rounded = f"rounded({name})"
+            return self.code.append("element", self.axes, (name,), rounded, half=True, transposed=self.transposed)
+        return TensorSymbol(self.code, name, self.axes, half=half, transposed=self.transposed)
 
     def mean(self, dim: int | Sequence[int], *, keepdim: bool) -> Any:
         """Return the mean along dimensions, which become of size 1."""

@@ -388,3 +388,8 @@ class TestDiff:
     def test_a_file_and_a_name(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["diff", "a.pt", "adamw"]) == 2
         assert capsys.readouterr().err == "compiled-optim diff: [Errno 2] No such file or directory: 'adamw'\n"
+
+
+def test_explain_leads_to_the_command_for_checkpoints(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "a.pt"]) == 2
+    assert capsys.readouterr().err.endswith("; for a checkpoint there is compiled-optim inspect\n")

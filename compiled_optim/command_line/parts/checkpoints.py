@@ -26,11 +26,9 @@ def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
 
 
 class Checkpoint(NamedTuple):
-    """The state dict in this package's form, the form and state dict of the file, and the reason if a part is ``lost``."""
+    """The state dict of a file in this package's form, and the reason if a part is ``lost``, or ''."""
 
     content: dict[str, Any]
-    form: str
-    stored: Mapping[str, Any]
     lost: str
 
 
@@ -50,15 +48,15 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
 def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
     from compiled_optim.convert import formats, whole
 
-    form, stored = formats.read_stored(path, key, scratch, USUAL)
+    _, stored = formats.read_stored(path, key, scratch, USUAL)
     layout = formats.layout_of(stored)
     if layout is None:
-        return Checkpoint(stored, form, stored, "")
+        return Checkpoint(stored, "")
     convert = partial(formats.LAYOUTS[layout].decode, stored, whole.keeper(scratch))
     try:
-        return Checkpoint(convert(lossy=False), layout, stored, "")
+        return Checkpoint(convert(lossy=False), "")
     except ValueError as error:
-        return Checkpoint(convert(lossy=True), layout, stored, str(error))
+        return Checkpoint(convert(lossy=True), str(error))
 
 
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
