@@ -254,6 +254,22 @@ a.pt: 4 parameters in 1 group, step 0 to 3, 168 B of state
             assert printed.err.count("\n") == 1
             assert printed.out == ""
 
+    @pytest.mark.parametrize("form", ["optimi", "bitsandbytes", "fused"])
+    def test_the_forms_of_other_packages(self, form: str, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        content = _trained().state_dict()
+        content["state"][3]["step"] += 3  # which the form of a fused optimizer counts by group
+        torch.save(content, "b.pt")
+        convert.convert("b.pt", "c.pt", form)
+        wanted, read = (_told(capsys, "inspect", name)[1] for name in ("b.pt", "c.pt"))
+        parts = [[(r["shape"], r["step"], r["state"].keys()) for r in each["parameters"]] for each in (wanted, read)]
+        assert parts[0] == parts[1]
+        assert read["findings"]
+
+    def test_adafactor_does_not_tell_shapes(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        torch.save(_trained(kind=co.Adafactor).state_dict(), "b.pt")
+        assert [r["shape"] for r in _told(capsys, "inspect", "b.pt")[1]["parameters"]] == [None, [4], [2], [3]]
+        assert "a.weight" in _drawn(capsys, "inspect", "b.pt")
+
 
 class TestDiff:
     def test_equal(self, saved: Path, capsys: pytest.CaptureFixture[str]) -> None:

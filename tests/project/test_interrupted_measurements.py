@@ -276,9 +276,11 @@ def test_other_commands_keep_what_they_measured(
     goes_on = end is _fail and command[0] == "kernels"  # with the next competitor, and says that one failed
     with pytest.raises(RuntimeError) if end is _fail and not goes_on else contextlib.nullcontext():
         assert main([*command, "--results", str(tmp_path)]) == (1 if goes_on else 130)
-    measured = _table(tmp_path).groupby("competitor")["n"].max()
+    table = _table(tmp_path)
+    measured = table.groupby("competitor")["n"].max()
     assert measured[kept.keys()].to_dict() == kept
     assert (measured.drop(kept.keys()) > 0).any() if goes_on else measured.keys().tolist() == sorted(kept)
+    assert table["metric"].str.startswith("did not run: ").any() == goes_on
 
 
 @pytest.mark.parametrize(("module", "command"), [(first_step, "first-step"), (host_time, "overhead")])
