@@ -4,12 +4,13 @@ The parts are floors of a house: a module imports only from its own floor and fr
 
     __main__.py          ``python -m compiled_optim``
     command_line/        the commands of compiled-optim, a module each
-    convert/             files of optimizer state in the forms of other packages, converted without the model
-    switch/              optimizers by name; the optimizer of another library in the middle of training, continued
+    interop/             optimizers, state dicts and files of other packages; a module for each package
     simulated/           a step on a simulated GPU: kernels, launches, registers
     capture/             training steps as CUDA graphs
     explain.py           which rule updates each parameter, with which numbers, and why
-    state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
+    full_precision.py    float32 weights of 16-bit models
+    catalogue.py         optimizers by name: made, listed, described
+    by_name.py           state dicts by parameter name, of several optimizers together
     release.py           gradient release: updates inside of backward, which then frees the gradients
     report.py            no_recompiles, compile_report and memory_report
     optimizers/          one optimizer per file: its fields and its rule, functions that define the update
@@ -28,26 +29,22 @@ The parts are floors of a house: a module imports only from its own floor and fr
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from compiled_optim.by_name import load_named_state_dict, named_state_dict
 from compiled_optim.capture.runner import CUDAGraphRunner
+from compiled_optim.catalogue import OptimizerInfo, create, list_optimizers, named, optimizer_info
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
+from compiled_optim.full_precision import full_precision_state_dict, load_full_precision_state_dict
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.plan.compilations import RecompileError
 from compiled_optim.release import prepare_for_gradient_release, remove_gradient_release
 from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
-from compiled_optim.state_dicts import (
-    full_precision_state_dict,
-    load_full_precision_state_dict,
-    load_named_state_dict,
-    named_state_dict,
-    optimi_state_dict,
-)
 from compiled_optim.step.numerics import NumericsReport
-from compiled_optim.switch.catalogue import OptimizerInfo, create, list_optimizers, named, optimizer_info
-from compiled_optim.switch.from_torch import from_torch
 
 if TYPE_CHECKING:
+    from compiled_optim.interop.from_torch import from_torch
+    from compiled_optim.interop.optimi import optimi_state_dict
     from compiled_optim.optimizers import mup
     from compiled_optim.optimizers.adadelta import Adadelta
     from compiled_optim.optimizers.adafactor import Adafactor
@@ -131,13 +128,23 @@ __all__ = [
 ]
 
 
+_LAZY = {
+    "from_torch": "compiled_optim.interop.from_torch",
+    "optimi_state_dict": "compiled_optim.interop.optimi",
+}
+"""The modules of functions that few programs call, by function; each is imported at its first use."""
+
+
 if not TYPE_CHECKING:  # else, to type checkers, the module would have every name
 
     def __getattr__(name: str) -> Any:
-        """Import an optimizer, or ``mup``, at its first use: few programs use many, and each takes time to be defined."""
+        """Import an optimizer, ``mup``, or a function of ``_LAZY`` at its first use: few programs use many of them."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = importlib.import_module("compiled_optim.optimizers.mup") if name == "mup" else named(name)[1]
+        if name in _LAZY:
+            value = getattr(importlib.import_module(_LAZY[name]), name)
+        else:
+            value = importlib.import_module("compiled_optim.optimizers.mup") if name == "mup" else named(name)[1]
         globals()[name] = value
         return value
 

@@ -12,6 +12,7 @@ No memory is read before a check that it exists. All errors that a value raises 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import itertools
 import math
 import numbers
@@ -27,6 +28,7 @@ from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import canonical_name, numbered, parameter_names
 from compiled_optim.memory.layout import DTYPES, TORCH_TYPES, full_tensor, has_memory, is_lost, is_sharded, local, plain_copy
 from compiled_optim.memory.torch_internals import shape_of_part
+from compiled_optim.rule.rule import Declaration
 
 FLOATING = {
     *DTYPES,
@@ -143,6 +145,35 @@ _FOREIGN_OPTIONS = {
     *("fixed_decay", "degenerated_to_sgd"),  # pytorch_optimizer
 }
 """Options of newer versions of torch and of other packages that change steps, and that this package lacks."""
+
+
+OPTIMIS_MARKS = frozenset({"setup", "gradient_release", "kahan_sum"})
+"""The keys that tell a group of optimi's."""
+
+
+def is_optimis(state_dict: Mapping[str, Any]) -> bool:
+    """Return True if an optimizer of optimi saved ``state_dict``."""
+    return any([set(group) >= OPTIMIS_MARKS for group in state_dict["param_groups"]])
+
+
+def translated(state_dict: dict[str, Any], declaration: Declaration) -> dict[str, Any]:
+    """Return a state dict in this package's names and meaning, for the optimizer of ``declaration``.
+
+    :mod:`compiled_optim.interop`, which nothing here needs otherwise, is imported by name for one that needs translation.
+
+    Raises:
+        ValueError: another package saved it, and ``compiled_optim.interop`` is absent; or it has no counterpart here.
+    """
+    if not is_optimis(state_dict):
+        return state_dict
+    try:
+        package = importlib.import_module("compiled_optim.interop.optimi")
+    except ModuleNotFoundError as error:
+        raise ValueError(
+            "optimi saved the state dict, and compiled_optim.interop, which translates it, is absent"
+        ) from error
+    translation: dict[str, Any] = package.from_optimi(state_dict, declaration)
+    return translation
 
 
 def group_names(group: Mapping[str, Any]) -> list[str] | None:

@@ -23,7 +23,6 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.optimi import from_optimi, is_optimi
 from compiled_optim.checkpoint.read import (
     FLOATING,
     FORMAT_VERSION,
@@ -42,6 +41,7 @@ from compiled_optim.checkpoint.read import (
     naming,
     plain,
     read,
+    translated,
 )
 from compiled_optim.groups.param_group import ParamGroup, is_stored_as_is
 from compiled_optim.groups.parameters import advising
@@ -653,7 +653,7 @@ def prepare_load(
             if key not in live and is_orphan(key, value, known)
         }
         foreign = {k: copied(v, f"the state of {described(k)}") for k, v in unlisted.items() if k not in orphans}
-        saved = from_optimi(source, declaration) if is_optimi(source) else source
+        saved = translated(source, declaration)
         params, missing, unexpected = match(groups, aliases, saved, known)
         load = PreparedLoad(LoadReport(missing, [*unexpected, *orphans.values()], [], []), groups, state, params, foreign)
         conflicts = check_groups(load, saved["param_groups"], keep=keep, native="format_version" in source)

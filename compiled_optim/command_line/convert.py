@@ -30,7 +30,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Convert, and print the summary if JSON is asked for."""
-    from compiled_optim.convert import convert
+    from compiled_optim.interop.convert import convert
 
     done = convert(options.source, options.target, options.to, form=options.form, key=options.key, lossy=options.lossy)
     if options.json:

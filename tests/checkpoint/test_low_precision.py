@@ -131,7 +131,7 @@ def _by_torch(saved: Any, *_: Any) -> Any:
 
 def _by_safetensors(saved: Any, target: Any, path: Any) -> Any:
     """Which holds contiguous tensors only, so that another order of memory is lost."""
-    files = pytest.importorskip("compiled_optim.convert")
+    files = pytest.importorskip("compiled_optim.interop.convert")
     pytest.importorskip("safetensors")
     files.write(saved, path / "state.safetensors", "safetensors")
     return files.read(path / "state.safetensors")
@@ -624,7 +624,7 @@ class TestBadInput:
         assert content(optimizer) == before
 
     def test_files_of_torchs_form(self, tmp_path: Any) -> None:
-        files = pytest.importorskip("compiled_optim.convert")
+        files = pytest.importorskip("compiled_optim.interop.convert")
         for options, entry in (({"state_dtype": "int8"}, "exp_avg"), ({"weights": "split8"}, "remainder")):
             with pytest.raises(ValueError, match=f"{entry}.* in a form that torch.optim lacks"):
                 files.write(_run(**options)[0].state_dict(), tmp_path / "state.pt", "torch")

@@ -17,8 +17,8 @@ from terminal import in_ascii
 from torch.distributed.checkpoint import FileSystemReader
 
 import compiled_optim as co
-from compiled_optim import convert
 from compiled_optim.command_line import main
+from compiled_optim.interop import convert
 
 
 @pytest.fixture(autouse=True)

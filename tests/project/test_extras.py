@@ -22,7 +22,7 @@ EXTRAS = {
     "perf": "perf",
     "tests": "test",
     "tests/trainers": "full",
-    "compiled_optim/convert": "convert",
+    "compiled_optim/interop": "convert",
     "compiled_optim/command_line": "cli",
     "compiled_optim/explain.py": "tables",
     "tools": "",
@@ -42,7 +42,7 @@ WITHOUT = {
         "compiled_optim/command_line",
         "rich",
     ): "from compiled_optim.command_line import main; raise SystemExit(main(['list']))",
-    ("compiled_optim/convert", "safetensors"): "from compiled_optim.convert import convert; import tempfile; "
+    ("compiled_optim/interop", "safetensors"): "from compiled_optim.interop.convert import convert; import tempfile; "
     "f = tempfile.mkdtemp(); torch.save(co.SGD([torch.nn.Parameter(torch.ones(2))]).state_dict(), f + '/a.pt'); "
     "convert(f + '/a.pt', f + '/a.safetensors', 'safetensors')",
 }

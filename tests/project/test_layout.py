@@ -34,10 +34,9 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer", "model"},
-    {"optimizers", "release", "report", "state_dicts"},
-    {"capture", "explain", "simulated"},
-    {"switch"},
-    {"convert"},
+    {"by_name", "optimizers", "release", "report"},
+    {"capture", "catalogue", "explain", "full_precision", "simulated"},
+    {"interop"},
     {"command_line"},
     {"__main__"},
     {""},
@@ -100,12 +99,12 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2930,
+    "": 3134,
     "capture": 1129,
-    "checkpoint": 1391,
+    "checkpoint": 1134,
     "command_line": 1255,
-    "convert": 1565,
     "groups": 1357,
+    "interop": 2199,
     "lowering": 5138,
     "memory": 1307,
     "optimizers": 1924,
@@ -113,7 +112,6 @@ BUDGET = {
     "rule": 2856,
     "simulated": 755,
     "step": 2174,
-    "switch": 518,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
@@ -211,7 +209,7 @@ def _words_of_engine() -> dict[Path, set[str]]:
     sources = [
         p
         for p in _sources()
-        if not _module(p).startswith(("optimizers.", "convert.")) and _module(p) not in ("", "checkpoint.optimi")
+        if not _module(p).startswith(("optimizers.", "interop.")) and _module(p) not in ("", "catalogue")
     ]
     return {p: set(re.findall(r"\w+", ast.unparse(_without_docstrings(ast.parse(p.read_text()))))) for p in sources}
 

@@ -117,7 +117,7 @@ IN_IT = {
     **{f"{c.__name__} in Triton": rf"test_interpreted_kernels_equal_eager\[{c.__name__}[]-]" for c in ruled()},
     **{lowering: rf"[\[-]{lowering}[]-]" for lowering in LOWERINGS},
     **{mode: rf"[\[-]{mode}[]-]" for mode in ("kahan", "stochastic", "split8", "split16", "int8")},
-    **{f"{form} files": rf"(TestFiles|tests/convert/).*[\[-]{form}[] -]" for form in FORMS},
+    **{f"{form} files": rf"(TestFiles|tests/interop/).*[\[-]{form}[] -]" for form in FORMS},
 }
 
 

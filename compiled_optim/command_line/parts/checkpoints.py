@@ -46,13 +46,14 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
 
 
 def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
-    from compiled_optim.convert import formats, whole
+    from compiled_optim.interop.convert import LAYOUTS, layout_of, read_stored
+    from compiled_optim.interop.replace_files import keeper
 
-    _, stored = formats.read_stored(path, key, scratch, USUAL)
-    layout = formats.layout_of(stored)
+    _, stored = read_stored(path, key, scratch, USUAL)
+    layout = layout_of(stored)
     if layout is None:
         return Checkpoint(stored, "")
-    convert = partial(formats.LAYOUTS[layout].decode, stored, whole.keeper(scratch))
+    convert = partial(LAYOUTS[layout].decode, stored, keeper(scratch))
     try:
         return Checkpoint(convert(lossy=False), "")
     except ValueError as error:

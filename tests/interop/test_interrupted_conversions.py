@@ -12,7 +12,7 @@ import pytest
 import torch
 from interruptions import Interruption
 
-from compiled_optim import convert as files
+from compiled_optim.interop import convert as files
 
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")  # an interrupt comes between a file and its block
 

@@ -18,13 +18,14 @@ import torch
 from torch import nn
 
 from compiled_optim import optimizers
-from compiled_optim.checkpoint.optimi import COUNTERPARTS
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper, Option, Static
 from compiled_optim.rule.storage import INT8, MODES
 from compiled_optim.state import StateForm
 
 _SIDE = 1024  # rows and columns of the matrix whose bytes are counted
+IN_OPTIMI = ("SGD", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
+"""The optimizers that optimi has, too."""
 _SOURCES = re.compile(r"arXiv:\d+\.\d+|doi:[^\s;,)]+|[\w.]+\.io/[\w/-]+")
 
 
@@ -116,7 +117,7 @@ def optimizer_info(name: str) -> OptimizerInfo:
     doc = inspect.getdoc(kind) or ""
     docs = {**_explained(CompiledOptimizer), **_explained(kind)}
     signature = inspect.signature(kind).parameters
-    libraries = [("torch.optim", hasattr(torch.optim, kind.__name__)), ("optimi", kind.__name__ in COUNTERPARTS)]
+    libraries = [("torch.optim", hasattr(torch.optim, kind.__name__)), ("optimi", kind.__name__ in IN_OPTIMI)]
     return OptimizerInfo(
         name,
         kind,
@@ -144,6 +145,11 @@ def named(name: str) -> tuple[str, type[CompiledOptimizer]]:
     near = near or difflib.get_close_matches(name.lower().rpartition(".")[2], known, n=5)
     hint = f"did you mean {' or '.join(near)}?" if near else "co.list_optimizers() lists all"
     raise ValueError(f"no optimizer is called {name!r}; {hint}")
+
+
+def every_optimizer() -> list[type[CompiledOptimizer]]:
+    """Return the classes of all optimizers."""
+    return [kind for file in _files() for _, kind in _in_file(file)]
 
 
 def _files() -> list[str]:

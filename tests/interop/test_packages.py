@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import compiled_optim as co
 from compiled_optim.command_line import convert as command
-from compiled_optim.convert import READ, WRITTEN, convert, read, write
+from compiled_optim.interop.convert import READ, WRITTEN, convert, read, write
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which torch's own functions give
 
@@ -459,6 +459,11 @@ _BNB = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
         (({"state1": torch.ones(2, 3)}, {**_BNB, "betas": (0.9, 0.99, 0.999)}), "torch", "betas=.*, unlike bitsandbytes"),
         (({"state1": torch.ones(3), "step": 1}, _BNB), "torch", "the state of 0 has no state2"),
         (({"state1": torch.ones(3, dtype=torch.uint8)}, _BNB), "torch", "8 bits without a qmap1 .* and an absmax1"),
+        (
+            ({"state1": torch.ones(2, 3, dtype=torch.uint8).t(), "qmap1": torch.ones(256), "absmax1": torch.ones(1)}, _BNB),
+            "torch",
+            "has a state1 that is not in contiguous blocks with a scale each",
+        ),
         (
             ({"state1": torch.ones(3), "state2": torch.ones(3), "unorm_vec": torch.ones(1)}, _BNB),
             "torch",

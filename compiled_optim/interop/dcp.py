@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from compiled_optim.checkpoint.read import named, refuse_foreign
-from compiled_optim.convert.forms import UNORDERED, with_steps
-from compiled_optim.convert.quantized import WRAPPER
-from compiled_optim.convert.torch_files import Record, Records, load_item, reason
-from compiled_optim.convert.whole import Keep, Writers, as_bytes, check_regular, keeper
+from compiled_optim.interop.bitsandbytes import WRAPPER
+from compiled_optim.interop.forms import UNORDERED, with_steps
+from compiled_optim.interop.replace_files import Keep, Writers, as_bytes, check_regular, keeper
+from compiled_optim.interop.torch_files import Record, Records, load_item, reason
 
 _KEY = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases|order)(?:\.(.*))?", re.DOTALL)
 _LISTED = ("params", "param_names")

@@ -22,10 +22,15 @@ Writers: TypeAlias = Mapping[Path, Callable[[Path], object]]
 _LEAST = 1 << 16  # bytes; smaller tensors stay in memory
 
 
+def in_memory(tensor: Tensor) -> Tensor:
+    """Return ``tensor``: the function of a conversion that keeps all in memory."""
+    return tensor
+
+
 def keeper(directory: Path | None) -> Keep:
     """Return a function that moves large tensors to files in ``directory`` and maps them. If None, they stay in memory."""
     if directory is None:
-        return lambda tensor: tensor
+        return in_memory
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.nbytes < _LEAST:

@@ -1,4 +1,4 @@
-"""The formats: readers and writers of files and folders, and the layouts of other packages' state dicts in them."""
+"""Conversion of checkpoint files between this package and others, without the model."""
 
 from __future__ import annotations
 
@@ -9,10 +9,20 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compiled_optim.checkpoint.optimi import is_optimi
-from compiled_optim.convert import deepspeed, distributed, forms, fused, optimi, quantized, safetensors_files, torch_files
-from compiled_optim.convert.forms import check_alone, check_extent, check_lossless, checked, listed
-from compiled_optim.convert.whole import Keep, Writers, check_replaceable, keeper, put
+from compiled_optim.checkpoint.read import is_optimis
+from compiled_optim.interop import (
+    bitsandbytes,
+    dcp,
+    deepspeed,
+    flashoptim,
+    forms,
+    fused_adam,
+    optimi,
+    safetensors_files,
+    torch_files,
+)
+from compiled_optim.interop.forms import check_alone, check_extent, check_lossless, checked, listed
+from compiled_optim.interop.replace_files import Keep, Writers, check_replaceable, keeper, put
 
 
 class Container(NamedTuple):
@@ -40,7 +50,7 @@ class Converted(NamedTuple):
 
 
 CONTAINERS = {
-    "dcp": Container(distributed.matches, distributed.read, distributed.writers),
+    "dcp": Container(dcp.matches, dcp.read, dcp.writers),
     "deepspeed": Container(deepspeed.matches, deepspeed.read, None),
     "safetensors": Container(safetensors_files.matches, safetensors_files.read, safetensors_files.writers),
     "torch": Container(lambda path: not path.is_dir(), torch_files.read, torch_files.writers),
@@ -48,10 +58,10 @@ CONTAINERS = {
 """The kinds by name of their form. The first one that matches a path reads it."""
 
 LAYOUTS = {
-    "optimi": Layout(is_optimi, optimi.decode, optimi.encode),
-    "bitsandbytes": Layout(quantized.is_bitsandbytes, quantized.from_bitsandbytes, quantized.to_bitsandbytes),
-    "flashoptim": Layout(quantized.is_flashoptim, quantized.from_flashoptim, None),
-    "fused": Layout(fused.matches, fused.decode, fused.encode),
+    "optimi": Layout(is_optimis, optimi.decode, optimi.encode),
+    "bitsandbytes": Layout(bitsandbytes.matches, bitsandbytes.decode, bitsandbytes.encode),
+    "flashoptim": Layout(flashoptim.matches, flashoptim.decode, None),
+    "fused": Layout(fused_adam.matches, fused_adam.decode, fused_adam.encode),
 }
 
 WRITTEN: dict[str, Callable[[dict[str, Any], Keep], Any]] = {
@@ -59,7 +69,7 @@ WRITTEN: dict[str, Callable[[dict[str, Any], Keep], Any]] = {
     "compiled_optim": forms.for_us,
     "named": forms.for_names,
     "safetensors": safetensors_files.content_of,
-    "dcp": distributed.content_of,
+    "dcp": dcp.content_of,
     **{name: layout.encode for name, layout in LAYOUTS.items() if layout.encode},
 }
 """The forms that are written, each with the function that converts a state dict to its content."""

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from compiled_optim.convert import torch_files
-from compiled_optim.convert.forms import UNORDERED
+from compiled_optim.interop import torch_files
+from compiled_optim.interop.forms import UNORDERED
 
 _GROUPS, _MODEL = "optimizer_state.pt", "mp_rank_00_model_states.pt"
 _WEIGHTS = "fp32"  # here ``master_param``, the float32 copies of parameters in fewer bits

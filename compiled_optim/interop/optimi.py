@@ -1,8 +1,8 @@
-"""The checkpoints of optimi, read and written.
+"""optimi: its optimizers and their state dicts, read and written.
 
-They have the indexed form with another meaning: steps are counted per group, averages are divided by their bias correction,
-and an optimizer without betas calls its momentum ``exp_avg``. Lion and SGD count no steps and divide nothing. Adan keeps the
-last gradient negated, and StableAdamW a copy of its ``eps``. ``kahan_comp`` means the same as here.
+The state dicts have the indexed form with another meaning: steps are counted per group, averages are divided by their bias
+correction, and an optimizer without betas calls its momentum ``exp_avg``. Lion and SGD count no steps and divide nothing.
+Adan keeps the last gradient negated, and StableAdamW a copy of its ``eps``. ``kahan_comp`` means the same as here.
 """
 
 from __future__ import annotations
@@ -13,8 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from compiled_optim.catalogue import IN_OPTIMI, every_optimizer, named
 from compiled_optim.checkpoint.read import (
+    OPTIMIS_MARKS,
     Unloadable,
     as_number,
     as_tensor,
@@ -26,6 +29,9 @@ from compiled_optim.checkpoint.read import (
 )
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import parameter_names, parameters_of
+from compiled_optim.interop.forms import indexed
+from compiled_optim.interop.replace_files import Keep, in_memory
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Hyper, Option, Scale, Static
 from compiled_optim.rule.rule import Declaration
@@ -33,11 +39,8 @@ from compiled_optim.rule.transforms import DECOUPLED
 from compiled_optim.state import StateForm
 
 _BETAS = ("beta1", "beta2", "beta3")
-_MARKS = {"setup", "gradient_release", "kahan_sum"}
-_OPTIONS = {*_MARKS, *_BETAS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
+_OPTIONS = {*OPTIMIS_MARKS, *_BETAS, "triton", "foreach", "torch_init", "decouple_lr", "decouple_wd", "max_lr", "step"}
 
-COUNTERPARTS = ("SGD", "Adam", "AdamW", "RAdam", "Lion", "Adan", "StableAdamW", "Ranger")
-"""The optimizers that optimi has, too."""
 _FORMS: dict[frozenset[str], tuple[str, ...]] = {
     frozenset({"momentum", "dampening"}): ("momentum_buffer",),
     frozenset({"betas"}): ("exp_avg",),
@@ -58,16 +61,28 @@ def _factors(betas: Sequence[float], step: float) -> dict[str, float]:
     return {name: 1 - beta**step for name, beta in zip(names, betas, strict=True)} | {"prev_grad": -1.0}
 
 
-def is_optimi(state_dict: Mapping[str, Any]) -> bool:
-    """Return True if an optimizer of optimi saved ``state_dict``."""
-    return any([set(group) >= _MARKS for group in state_dict["param_groups"]])
+def decode(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
+    """Convert optimi's state dict to this package's names and meaning."""
+    return {**state_dict, **from_optimi(state_dict, keep=keep)}
 
 
-def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None = None) -> dict[str, Any]:
+def encode(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+    """Convert a state dict to optimi's, indexed. A group of Adam's must hold ``decoupled_weight_decay``."""
+    for i, group in enumerate(state_dict["param_groups"]):
+        if "amsgrad" in group and not group.keys() & {*DECOUPLED}:
+            raise ValueError(
+                f"param_groups[{i}] has decoupled_weight_decay=unknown: add it to the group, True for AdamW, False for Adam"
+            )
+    return to_optimi(indexed(state_dict), *every_optimizer(), keep=keep)
+
+
+def from_optimi(
+    state_dict: Mapping[str, Any], declaration: Declaration | None = None, keep: Keep = in_memory
+) -> dict[str, Any]:
     """Translate a state dict of optimi to this package's names and meaning, for the optimizer of ``declaration`` or any.
 
-    A parameter without state starts at step 0, where optimi would take the step of its group. :class:`Unloadable` is raised
-    for entries without a counterpart here, or that optimi does not save.
+    A parameter without state starts at step 0, where optimi would take the step of its group. New tensors go through
+    ``keep``. :class:`Unloadable` is raised for entries without a counterpart here, or that optimi does not save.
     """
     state: dict[Any, dict[str, Any]] = {}
     groups = []
@@ -81,8 +96,12 @@ def from_optimi(state_dict: Mapping[str, Any], declaration: Declaration | None =
             groups.append(_read_group(group, betas, where))
             for param in [param for param in group["params"] if param in state_dict["state"]]:
                 entries = {k: v for k, v in state_dict["state"][param].items() if v is not None and k not in ignored}
-                state[param] = _read_state(entries, group, betas, where)
+                state[param] = _keep_all(_read_state(entries, group, betas, where), keep)
     return {"state": state | foreign_state(state_dict), "param_groups": groups}
+
+
+def _keep_all(entries: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
+    return {name: keep(value) if isinstance(value, Tensor) else value for name, value in entries.items()}
 
 
 def _read_group(group: Mapping[str, Any], betas: tuple[float, ...], where: str) -> dict[str, Any]:
@@ -119,8 +138,43 @@ def _read_state(entries: dict[str, Any], group: Mapping[str, Any], betas: tuple[
     return {"step": count, **entries, **scaled}
 
 
+def from_optimizer(
+    optimizer: Any, source: type[Optimizer], packed: dict[str, Any]
+) -> tuple[type[CompiledOptimizer], dict[str, Any]]:
+    """Return the class that continues ``optimizer``, and the state dict ``packed`` of it, translated."""
+    if optimizer.defaults["gradient_release"]:
+        raise ValueError("gradient_release=True: hooks in the backward would go on calling the old optimizer")
+    if optimizer.optimizer_accumulation:
+        raise ValueError("optimizer_accumulation=True: a step of several micro-batches has not ended")
+    kind = named(source.__name__)[1]
+    translated = from_optimi(packed, kind._declaration)
+    for group, old in zip(translated["param_groups"], packed["param_groups"], strict=True):
+        group["kahan_sum"] = old["kahan_sum"]
+    return kind, translated
+
+
+def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
+    """Return a state dict for optimi's optimizer of the same name, with which training continues as with ``optimizer``.
+
+    For SGD, Adam, AdamW, RAdam, Lion, Adan, StableAdamW and Ranger of optimi 0.3. Its tensors are copies, which optimi can
+    write into. optimi takes its options from this dict instead of its constructor's arguments, and runs its for-loop
+    implementation. In the other direction, :meth:`CompiledOptimizer.load_state_dict` loads optimi's state dicts.
+
+    8-bit codes are decoded. The bits that a weight's dtype lacks become ``kahan_comp``, in that dtype. ``max_grad_norm`` and
+    other options outside of groups are not in it. optimi's RAdam adds ``eps`` after the second bias correction, and this
+    package before it: the steps differ until that correction is 1.
+
+    Raises:
+        ValueError: optimi has no such optimizer or option; or ``weights`` is ``"stochastic"``; or the parameters of a group
+            have different step counts, and optimi has one for the group.
+    """
+    saved = optimizer.state_dict()
+    kind = type(optimizer)
+    return to_optimi(_in_storage(kind, engine_of(optimizer).distinct_groups, saved), kind)
+
+
 @torch.no_grad()
-def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved: dict[str, Any]) -> dict[str, Any]:
+def _in_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved: dict[str, Any]) -> dict[str, Any]:
     """Convert the state in ``saved``, of an optimizer of ``kind`` with these groups, to optimi's storage, and return it.
 
     Codes become numbers, and ``kahan_comp`` replaces other extra bits of weights.
@@ -131,7 +185,7 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
     declaration, update = kind._declaration, getattr(kind, "update", kind)
     hypers = {hyper.name for hyper in declaration.hypers}
     options = _form(hypers | {static.name for static in declaration.statics}) or frozenset()
-    is_shared = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in COUNTERPARTS
+    is_shared = update.__module__.startswith("compiled_optim.") and update.__qualname__.partition(".")[0] in IN_OPTIMI
     if not is_shared or hypers - {"max_lr"} != {"lr", "weight_decay", *options} - {"adam_wd"}:
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(groups):
@@ -149,7 +203,7 @@ def in_optimis_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved
     return saved
 
 
-def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str, Any]:
+def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared], keep: Keep = in_memory) -> dict[str, Any]:
     """Invert :func:`from_optimi`: return an indexed state dict that optimi's optimizer of the same name loads.
 
     It shares no memory with ``state_dict``, which an optimizer of one of ``kinds`` saved: in the indexed form, with buffers
@@ -180,7 +234,8 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared]) -> dict[str
         groups[-1]["kahan_sum"] = any(saved.get("kahan_comp") is not None for saved in entries.values())
         for param, saved in entries.items():
             if counts[names[param]]:
-                state[param] = _optimi_state(saved, form, groups[-1], step, f"the state of '{names[param]}'")
+                converted = _optimi_state(saved, form, groups[-1], step, f"the state of '{names[param]}'")
+                state[param] = _keep_all(converted, keep)
     return {"state": {param: saved for param, saved in state.items() if saved}, "param_groups": groups}
 
 

@@ -16,8 +16,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 import compiled_optim as co
-from compiled_optim import convert as files
-from compiled_optim.checkpoint.optimi import to_optimi
+from compiled_optim.interop import convert as files
+from compiled_optim.interop.optimi import to_optimi
 
 SHAPES = {"fc.weight": (4, 3), "fc.bias": (4,), "scale": ()}
 

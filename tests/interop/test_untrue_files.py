@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from compiled_optim import convert as files
 from compiled_optim.command_line import main
+from compiled_optim.interop import convert as files
 
 NAMES, SHAPES = ("fc.weight", "scale"), ((16, 12), ())
 

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import compiled_optim as co
+from compiled_optim.catalogue import every_optimizer
 from compiled_optim.checkpoint.read import check, foreign_options, foreign_state, group_names, named, with_foreign
 from compiled_optim.checkpoint.state_dict import is_orphan, known_names
-from compiled_optim.convert.whole import Keep
 from compiled_optim.groups.param_group import group_keys
+from compiled_optim.interop.replace_files import Keep, in_memory
 from compiled_optim.rule.storage import INT8, PARTS, scale_name
 
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.device)
@@ -42,7 +42,7 @@ _WITHOUT_EFFECT = {
 }
 
 
-def checked(content: Any, keep: Keep = lambda tensor: tensor) -> dict[str, Any]:
+def checked(content: Any, keep: Keep = in_memory) -> dict[str, Any]:
     """Return ``content`` as a state dict of plain values. Raise ``ValueError`` if it is none."""
     content = plain(content, "the state dict", _MAX_DEPTH, keep)
     check(content)
@@ -248,16 +248,9 @@ def group_for(group: Mapping[str, Any], options: Collection[str], where: str, fo
 
 
 @functools.cache
-def optimizers() -> list[type[co.CompiledOptimizer]]:
-    """Return the optimizers of this package."""
-    kinds = [kind for name in co.__all__ if isinstance(kind := getattr(co, name), type)]
-    return [kind for kind in kinds if issubclass(kind, co.CompiledOptimizer)]
-
-
-@functools.cache
 def declared() -> frozenset[str]:
     """Return the keys of this package's groups. Others are of users and schedulers, such as OneCycleLR's ``max_lr``."""
-    return frozenset(key for kind in optimizers() for key in group_keys(kind)) - {"max_lr"}
+    return frozenset(key for kind in every_optimizer() for key in group_keys(kind)) - {"max_lr"}
 
 
 def in_float32(value: Any, where: str, form: str, keep: Keep) -> Tensor:
@@ -266,3 +259,17 @@ def in_float32(value: Any, where: str, form: str, keep: Keep) -> Tensor:
         kind = str(value.dtype) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"{where} is {kind}, which {form} does not hold")
     return value if value.dtype == torch.float32 else keep(value.float())
+
+
+def scaled(values: Tensor, scales: Tensor, size: int, where: str) -> Tensor:
+    """Multiply each ``size`` of the flat ``values`` in place by one of the ``scales``, and return them.
+
+    Raises:
+        ValueError: the number of scales is another.
+    """
+    full = len(values) // size
+    if scales.shape != (-(-len(values) // size),):
+        raise ValueError(f"{where} has {scales.numel()} scales for {len(values)} elements, not one for each {size}")
+    values[: full * size].view(-1, size).mul_(scales[:full, None].float())
+    values[full * size :].mul_(scales[full:].float())
+    return values

@@ -9,23 +9,36 @@ from __future__ import annotations
 import gc
 import inspect
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from compiled_optim.by_name import labeling
+from compiled_optim.catalogue import named
 from compiled_optim.checkpoint.read import foreign_options
 from compiled_optim.checkpoint.state_dict import copied
 from compiled_optim.groups.param_group import group_keys
 from compiled_optim.groups.parameters import first_three, named_parameters
+from compiled_optim.interop import bitsandbytes, fused_adam, optimi
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper, Static
 from compiled_optim.rule.storage import HALVES
-from compiled_optim.state_dicts import labeling
-from compiled_optim.switch.libraries import LIBRARIES, Kind, Packed
+
+Kind: TypeAlias = type[CompiledOptimizer]
+Packed: TypeAlias = dict[str, Any]
+"""An indexed state dict of an optimizer. A last group without parameters has the constructor's values."""
+
+LIBRARIES: dict[str, Callable[[Any, type[Optimizer], Packed], tuple[Kind, Packed]]] = {
+    "torch.optim": lambda optimizer, source, packed: (named(source.__name__)[1], packed),
+    "optimi": optimi.from_optimizer,
+    "bitsandbytes.optim": bitsandbytes.from_optimizer,
+    "FusedAdam": fused_adam.from_optimizer,
+}
+"""The functions that translate an optimizer, by the package of its class or by the name of the class."""
 
 
 def from_torch(optimizer: Optimizer, *, schedulers: Any = None, **options: Any) -> CompiledOptimizer:
@@ -38,7 +51,8 @@ def from_torch(optimizer: Optimizer, *, schedulers: Any = None, **options: Any) 
 
     State keeps its dtype, so averages in float32 of 16-bit parameters become ``state_dtype=torch.float32``. Averages in
     bitsandbytes's 8 bits become ``state_dtype="int8"``, quantized again; pass ``state_dtype=torch.float32`` to keep their
-    values. Master weights become ``weights="master"``, and optimi's ``kahan_sum`` is kept.
+    values. Master weights become ``weights="master"``, or ``"split16"`` where only their lower halves are stored. optimi's
+    ``kahan_sum`` is kept.
 
     Args:
         optimizer: the optimizer. A subclass may replace no method of its library's class but the constructor.
@@ -178,12 +192,13 @@ def _arguments(kind: Kind, defaults: Mapping[str, Any], options: Mapping[str, An
 
 
 def _keep_dtypes(kind: Kind, group: dict[str, Any], states: Mapping[Tensor, Any], options: Mapping[str, Any]) -> None:
-    """Let ``group`` keep float32 state and float32 copies of its 16-bit parameters, unless ``options`` say otherwise."""
+    """Let ``group`` keep float32 state and float32 weights of its 16-bit parameters, unless ``options`` say otherwise."""
     known = group_keys(kind)
     entries = [(name, entry) for param, state in states.items() if param.dtype in HALVES for name, entry in state.items()]
     wide = {name for name, entry in entries if isinstance(entry, Tensor) and entry.dim() and entry.dtype == torch.float32}
-    if "master_param" in wide and "weights" in known:
-        group.setdefault("weights", "master")
+    modes = [("master", "master_param" in wide), ("split16", any(name == "remainder" for name, _ in entries))]
+    for mode in [mode for mode, is_stored in modes if is_stored and "weights" in known]:
+        group.setdefault("weights", mode)
     if wide & {buffer.name for buffer in kind._declaration.buffers} and "state_dtype" in known:
         group.setdefault("state_dtype", torch.float32)
     for name in ("weights", "state_dtype", "kahan_sum"):

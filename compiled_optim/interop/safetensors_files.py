@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.read import group_names, named, refuse_foreign
-from compiled_optim.convert.forms import checked, with_steps
-from compiled_optim.convert.torch_files import reason
-from compiled_optim.convert.whole import Keep, Writers, as_bytes, check_regular
+from compiled_optim.interop.forms import checked, with_steps
+from compiled_optim.interop.replace_files import Keep, Writers, as_bytes, check_regular
+from compiled_optim.interop.torch_files import reason
 
 
 def matches(path: Path) -> bool:

@@ -25,8 +25,8 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_optim import convert as files
 from compiled_optim.command_line import main
+from compiled_optim.interop import convert as files
 
 ROOT = Path(__file__).resolve().parents[2]
 FORMS = ("torch", "compiled_optim", "named", "optimi", "safetensors")

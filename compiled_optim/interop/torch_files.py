@@ -14,8 +14,8 @@ from typing import IO, Any
 
 import torch
 
-from compiled_optim.convert.forms import listed
-from compiled_optim.convert.whole import Writers, check_regular
+from compiled_optim.interop.forms import listed
+from compiled_optim.interop.replace_files import Writers, check_regular
 
 _IS_FOLDER = 0x10  # MS-DOS attribute of a file in a zip archive
 _WIDTHS = {

@@ -1,4 +1,4 @@
-"""State dicts of the FusedAdam of apex and TransformerEngine, which count steps by group.
+"""The FusedAdam of apex and TransformerEngine, and its state dicts, which count steps by group.
 
 A ``master_param`` of 16-bit integers is TransformerEngine's ``store_param_remainders``: the lower half of a float32 whose
 upper half, rounded, is the bfloat16 parameter. The ``remainder`` of our ``weights="split16"`` has the same bits.
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
+from compiled_optim.catalogue import named
 from compiled_optim.checkpoint.read import refuse_foreign
-from compiled_optim.convert.forms import by_parameter, count, group_for, in_float32, indexed
-from compiled_optim.convert.whole import Keep
+from compiled_optim.interop.forms import by_parameter, count, group_for, in_float32, indexed
+from compiled_optim.interop.replace_files import Keep, in_memory
+from compiled_optim.optimizer import CompiledOptimizer
 
 _FORM = "FusedAdam"
 
@@ -30,6 +33,23 @@ def decode(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[st
     return by_parameter(state_dict, _decoded_options, _decoded_entries)
 
 
+def from_optimizer(
+    optimizer: Any, source: type[Optimizer], packed: dict[str, Any]
+) -> tuple[type[CompiledOptimizer], dict[str, Any]]:
+    """Return the class that continues ``optimizer``, and its state dict ``packed``, translated.
+
+    Raises:
+        ValueError: an option has no counterpart here, or master weights are elsewhere.
+    """
+    if (decays_weights := getattr(optimizer, "adam_w_mode", None)) is None:
+        raise ValueError("it has no adam_w_mode, as apex's has, which says what weight_decay means")
+    result = decode(packed, in_memory, lossy=False)
+    has_masters = any(getattr(optimizer, name, False) for name in ("master_weights", "use_master"))
+    if has_masters and not any({"master_param", "remainder"} & entries.keys() for entries in result["state"].values()):
+        raise ValueError("its master weights are not in its state as master_param")
+    return named("adamw" if decays_weights else "adam")[1], result
+
+
 def _decoded_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
     if group.get("bias_correction") is not True and group.get("bias_correction") != 1:
         raise ValueError(f"{where} has bias_correction={group.get('bias_correction')}, without which no Adam here runs")
@@ -39,11 +59,14 @@ def _decoded_options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _decoded_entries(entries: Mapping[str, Any], group: Mapping[str, Any], where: str) -> dict[str, Any]:
-    if "step" not in group:
+    if "step" not in group and "step" not in entries:
         raise ValueError(f"{where} exists, but its group has no step")
     master = entries.get("master_param")
     is_half = isinstance(master, Tensor) and master.dtype == torch.int16
-    return {"step": group["step"], **{"remainder" if k == "master_param" and is_half else k: v for k, v in entries.items()}}
+    return {
+        "step": group.get("step"),
+        **{"remainder" if k == "master_param" and is_half else k: v for k, v in entries.items()},
+    }
 
 
 def encode(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
