@@ -3,7 +3,7 @@
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     __main__.py          ``python -m compiled_optim``
-    command_line/        the commands of compiled-optim, a module each
+    cli/                 the commands of compiled-optim, a module each
     convert/             files of optimizer state in the forms of other packages, converted without the model
     switch/              optimizers by name; the optimizer of another library in the middle of training, continued
     simulated/           a step on a simulated GPU: kernels, launches, registers

@@ -31,7 +31,7 @@ from kept_memory import MostAlive
 from torch.distributed.checkpoint import metadata
 
 from compiled_optim import convert as files
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 
 SLACK = 64 << 20  # bytes that reading takes besides twice the size of the files
 

@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
 from compiled_optim import convert as files
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 
 NAMES, SHAPES = ("fc.weight", "scale"), ((16, 12), ())
 

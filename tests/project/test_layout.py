@@ -38,7 +38,7 @@ FLOORS = [
     {"capture", "explain", "simulated"},
     {"switch"},
     {"convert"},
-    {"command_line"},
+    {"cli"},
     {"__main__"},
     {""},
 ]
@@ -103,7 +103,7 @@ BUDGET = {
     "": 2930,
     "capture": 1129,
     "checkpoint": 1391,
-    "command_line": 1255,
+    "cli": 1255,
     "convert": 1565,
     "groups": 1357,
     "lowering": 5138,

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 import compiled_optim as co
 from compiled_optim import convert
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 
 
 @pytest.fixture(autouse=True)

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import compiled_optim as co
-from compiled_optim.command_line.parts.expressions import created, set_argument
-from compiled_optim.command_line.parts.output import needed, show, size, table
+from compiled_optim.cli.parts.expressions import created, set_argument
+from compiled_optim.cli.parts.output import needed, show, size, table
 
 if TYPE_CHECKING:
     from compiled_optim.simulated.step import SimulatedStep

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compiled_optim.command_line.parts.checkpoints import (
+from compiled_optim.cli.parts.checkpoints import (
     FORM,
     checkpoint_argument,
     numbers,
@@ -26,7 +26,7 @@ from compiled_optim.command_line.parts.checkpoints import (
     steps,
     tensors,
 )
-from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
+from compiled_optim.cli.parts.output import findings, shape, show, size, table, text
 
 _AVERAGES = {"exp_avg", "exp_avg_sq", "exp_avg_diff", "momentum_buffer", "square_avg", "sum", "prev", "prev_grad"}
 _AVERAGES |= {"row_var", "col_var", "variance"}  # of gradients, 0 if they are; other entries begin elsewhere or hold weights

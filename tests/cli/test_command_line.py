@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import compiled_optim as co
-from compiled_optim.command_line import commands, main
+from compiled_optim.cli import commands, main
 
-FOLDER = Path(co.__file__).parent / "command_line"
+FOLDER = Path(co.__file__).parent / "cli"
 ROOT = FOLDER.parents[1]
-BELOW = {"command_line", "simulated", "convert"}
+BELOW = {"cli", "simulated", "convert"}
 """Folders that commands may import from: their own, and two that have no public name in ``compiled_optim`` itself."""
 
 
@@ -42,7 +42,7 @@ def test_every_command_is_there() -> None:
 
 def test_help_lists_the_commands_and_imports_little() -> None:
     code = (
-        "import sys\nfrom compiled_optim.command_line import main\n"
+        "import sys\nfrom compiled_optim.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "heavy = {'matplotlib', 'pandas', 'rich', 'safetensors', 'torchao', 'torch._inductor'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"

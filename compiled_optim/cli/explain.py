@@ -20,9 +20,9 @@ from typing import Any
 import torch
 
 import compiled_optim as co
-from compiled_optim.command_line.lowering import ARCHITECTURES, lowered
-from compiled_optim.command_line.parts.expressions import call, created, optimizer_arguments, parsed
-from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
+from compiled_optim.cli.lowering import ARCHITECTURES, lowered
+from compiled_optim.cli.parts.expressions import call, created, optimizer_arguments, parsed
+from compiled_optim.cli.parts.output import findings, shape, show, size, table, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:

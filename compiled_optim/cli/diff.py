@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.command_line.parts.checkpoints import Checkpoint, checkpoint_argument, numbers, parameters, read
-from compiled_optim.command_line.parts.output import findings, show, table, text
+from compiled_optim.cli.parts.checkpoints import Checkpoint, checkpoint_argument, numbers, parameters, read
+from compiled_optim.cli.parts.output import findings, show, table, text
 
 _ABSENT = "absent"
 
