@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import compiled_optim as co
-from compiled_optim.cli.parts.output import show, table
+from compiled_optim.cli.output import show, table
 
 _BAR = 30  # characters of the longest bar
 _ROOM = 80  # columns of a window that has room for every column of the list

@@ -103,7 +103,7 @@ BUDGET = {
     "": 2930,
     "capture": 1129,
     "checkpoint": 1391,
-    "cli": 1255,
+    "cli": 1219,
     "convert": 1565,
     "groups": 1357,
     "lowering": 5138,
@@ -111,7 +111,7 @@ BUDGET = {
     "optimizers": 1924,
     "plan": 874,
     "rule": 2856,
-    "simulated": 755,
+    "simulated": 750,
     "step": 2174,
     "switch": 518,
 }

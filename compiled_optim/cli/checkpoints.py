@@ -41,22 +41,17 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
         OSError: it cannot be read.
         ValueError: it is damaged, or holds no optimizer's state, or objects other than tensors and plain values.
     """
-    with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # maps of its files outlive it
-        return _read(path, key, Path(scratch))
-
-
-def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
     from compiled_optim.convert import formats, whole
 
-    _, stored = formats.read_stored(path, key, scratch, USUAL)
-    layout = formats.layout_of(stored)
-    if layout is None:
-        return Checkpoint(stored, "")
-    convert = partial(formats.LAYOUTS[layout].decode, stored, whole.keeper(scratch))
-    try:
-        return Checkpoint(convert(lossy=False), "")
-    except ValueError as error:
-        return Checkpoint(convert(lossy=True), str(error))
+    with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # maps of its files outlive it
+        _, stored = formats.read_stored(path, key, Path(scratch), USUAL)
+        if (layout := formats.layout_of(stored)) is None:
+            return Checkpoint(stored, "")
+        convert = partial(formats.LAYOUTS[layout].decode, stored, whole.keeper(Path(scratch)))
+        try:
+            return Checkpoint(convert(lossy=False), "")
+        except ValueError as error:
+            return Checkpoint(convert(lossy=True), str(error))
 
 
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
