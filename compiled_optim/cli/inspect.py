@@ -16,20 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from compiled_optim.cli.checkpoints import (
-    FORM,
-    checkpoint_argument,
-    numbers,
-    parameters,
-    read,
-    shape_of,
-    steps,
-    tensors,
-)
+from compiled_optim.cli.checkpoints import checkpoint_argument, numbers, parameters, read
 from compiled_optim.cli.output import findings, shape, show, size, table, text
 
 _AVERAGES = {"exp_avg", "exp_avg_sq", "exp_avg_diff", "momentum_buffer", "square_avg", "sum", "prev", "prev_grad"}
 _AVERAGES |= {"row_var", "col_var", "variance"}  # of gradients, 0 if they are; other entries begin elsewhere or hold weights
+_FORM = re.compile(r"_(int8|scale)$")  # the end of the names of entries that are stored in 8 bits
 _SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
 _FEW = 3  # names that a message lists
 
@@ -66,13 +58,17 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _record(name: str, index: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+    state = {str(key): value for key, value in entries.items() if isinstance(value, Tensor) and key != "step"}
+    shapes = [] if "col_var" in state else [list(value.shape) for value in state.values()]  # Adafactor's are of rows
+    step: Any = entries.get("step")
+    is_number = isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)
     return {
         "name": name,
         "group": index,
-        "shape": shape_of(entries),
-        "step": steps(entries),
-        "bytes": sum(value.nbytes for value in tensors(entries).values()),
-        "state": {key: _range(value) for key, value in tensors(entries).items()},
+        "shape": max(shapes, key=lambda sizes: (len(sizes), sizes), default=None),
+        "step": float(step) if is_number else None,
+        "bytes": sum(value.nbytes for value in state.values()),
+        "state": {key: _range(value) for key, value in state.items()},
     }
 
 
@@ -91,7 +87,7 @@ def _range(value: Tensor) -> dict[str, Any]:
 
 def _averages(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the averages of gradients in the state of a parameter."""
-    return {key: entry for key, entry in record["state"].items() if FORM.sub("", key) in _AVERAGES}
+    return {key: entry for key, entry in record["state"].items() if _FORM.sub("", key) in _AVERAGES}
 
 
 def _wrong(records: list[dict[str, Any]]) -> dict[str, list[str]]:

@@ -114,7 +114,7 @@ BUDGET = {
     "": 2930,
     "capture": 1129,
     "checkpoint": 1391,
-    "cli": 1219,
+    "cli": 1189,
     "convert": 1565,
     "groups": 1357,
     "lowering": 5138,
