@@ -3,7 +3,7 @@
 The parts are floors of a house: a module imports only from its own floor and from floors below. From the top:
 
     __main__.py          ``python -m compiled_optim``
-    command_line/        the commands of compiled-optim, a module each
+    cli/                 the commands of compiled-optim, a module each
     interop/             optimizers, state dicts and files of other packages; a module for each package
     simulated/           a step on a simulated GPU: kernels, launches, registers
     capture/             training steps as CUDA graphs

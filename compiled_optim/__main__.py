@@ -2,7 +2,7 @@
 
 import sys
 
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

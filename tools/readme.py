@@ -17,7 +17,7 @@ import compiled_optim as co
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 
 ROOT = Path(__file__).resolve().parent.parent
-FLOORS = ("optimizers", "interop", "checkpoint", "lowering", "capture", "rule", "command_line")
+FLOORS = ("optimizers", "interop", "checkpoint", "lowering", "capture", "rule", "cli")
 """The folders with guides, in the order in which users need them."""
 READMES = [
     ROOT / folder / "README.md"

@@ -20,8 +20,6 @@ from torch_schedulers import SCHEDULERS, STEPS, advance
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from perf.loops import GPT as LanguageModel
-from perf.loops import SIZES
 
 MUON = {"lr": 0.03, "momentum": 0.8, "weight_decay": 0.4, "ns_steps": 4}
 ADAMW = {"lr": 0.02, "betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 0.3}
@@ -175,6 +173,9 @@ def test_captured(pair: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("lowering", ["multi_tensor", "inductor"])
 def test_compiled_step_of_a_gpt_is_one_graph_over_a_schedule(lowering: str) -> None:
+    from perf.loops import GPT as LanguageModel
+    from perf.loops import SIZES
+
     torch.manual_seed(1)
     size = SIZES["tiny"]
     models = [LanguageModel(size) for _ in range(2)]

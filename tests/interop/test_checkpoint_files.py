@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 from compiled_optim.interop import convert as files
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -481,11 +481,11 @@ class TestCommand:
         assert f'\n{extra} = ["safetensors' in (ROOT / "pyproject.toml").read_text()
 
     def test_arguments_are_answered_before_anything_is_installed(self, tmp_path: Path) -> None:
-        for folder in ("tools", "compiled_optim/command_line"):
+        for folder in ("tools", "compiled_optim/cli"):
             (tmp_path / folder).mkdir(parents=True)
         for name in ("convert", "environment.py", "progress.py"):
             shutil.copy(ROOT / "tools" / name, tmp_path / "tools")
-        shutil.copy(ROOT / "compiled_optim" / "command_line" / "convert.py", tmp_path / "compiled_optim" / "command_line")
+        shutil.copy(ROOT / "compiled_optim" / "cli" / "convert.py", tmp_path / "compiled_optim" / "cli")
         before = _contents(tmp_path)
         mistakes = [[], ["a"], ["a", "b"], ["a", "b", "--to", "pickle"], ["a", "b", "--to", "torch", "--force"]]
         for arguments in (["--help"], *mistakes):

@@ -30,7 +30,7 @@ import torch
 from kept_memory import MostAlive
 from torch.distributed.checkpoint import metadata
 
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 from compiled_optim.interop import convert as files
 
 SLACK = 64 << 20  # bytes that reading takes besides twice the size of the files

@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 import compiled_optim as co
-from compiled_optim.command_line import convert as command
+from compiled_optim.cli import convert as command
 from compiled_optim.interop.convert import READ, WRITTEN, convert, read, write
 
 ALONE = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")  # which torch's own functions give

@@ -19,7 +19,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import filesystem, metadata
 
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 from compiled_optim.interop import convert as files
 
 NAMES, SHAPES = ("fc.weight", "scale"), ((16, 12), ())

@@ -17,7 +17,6 @@ from torch import nn
 import compiled_optim as co
 from compiled_optim.lowering.kernels.table import blocks_of
 from compiled_optim.optimizer import engine_of
-from compiled_optim.simulated.fake_cuda import fake_cuda
 
 
 @given(st.lists(st.integers(0, 40), max_size=8), st.integers(1, 9))
@@ -62,6 +61,8 @@ def _instructions(shapes: list[tuple[int, ...]]) -> int:
 def test_tables_of_billions_of_elements_are_made_at_once() -> None:
     """Make those of a transformer with as many instructions as those of a small one: a step makes them if tensors moved."""
     pytest.importorskip("triton")
+    from compiled_optim.simulated.fake_cuda import fake_cuda
+
     shapes = [(4096, 4096)] * 128 + [(11008, 4096)] * 96 + [(4096,)] * 65 + [(32000, 4096)] * 2
     with fake_cuda(90):
         _instructions([(3,)])  # compiles

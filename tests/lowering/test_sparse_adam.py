@@ -18,8 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_optim as co
 from compiled_optim.lowering.kernels.cpp import CppKernel
 from compiled_optim.lowering.sparse import add_up, entries_of
-from compiled_optim.simulated.fake_cuda import fake_cuda
-from compiled_optim.simulated.record import recording
 
 FAR = {"lr": 0.3, "betas": (0.6, 0.8), "eps": 0.05}
 
@@ -323,6 +321,9 @@ def test_one_graph_holds_step_and_zero_grad() -> None:
 def test_accelerators_sort_the_entries_of_a_row() -> None:
     """A sum of several entries is the same every time."""
     pytest.importorskip("triton")
+    from compiled_optim.simulated.fake_cuda import fake_cuda
+    from compiled_optim.simulated.record import recording
+
     with fake_cuda(90), recording("cuda") as recorder:
         rows, values = torch.zeros(3, dtype=torch.int64, device="cuda"), torch.zeros(3, 5, device="cuda")
         for options, takes_any_order in (({}, False), ({"sorts": False}, True)):

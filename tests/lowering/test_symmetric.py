@@ -16,9 +16,6 @@ from compiled_optim.lowering.kernels import symmetric, triton_stacks
 from compiled_optim.lowering.kernels import triton as kernels
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import gram, quadratic
-from compiled_optim.simulated.fake_cuda import fake_cuda
-from compiled_optim.simulated.ptx import resources
-from compiled_optim.simulated.record import recording
 
 
 def today(x: Tensor, numbers: tuple[Any, ...], dtype: torch.dtype) -> Tensor:
@@ -88,6 +85,8 @@ def test_loops_take_it_for_large_matrices_with_aligned_rows(
     optimizer: type[co.CompiledOptimizer], shape: tuple[int, ...], taken: bool
 ) -> None:
     """Whatever their number, so that all processes compute alike."""
+    from compiled_optim.simulated.fake_cuda import fake_cuda
+
     found = []
     for count in (1, 3):
         with fake_cuda(90):
@@ -117,6 +116,10 @@ def test_it_compiles_for_tensor_cores_without_spills(
 ) -> None:
     """As a step launches it: tiles come through the accelerator of the memory, and two programs share a multiprocessor."""
     pytest.importorskip("triton")
+    from compiled_optim.simulated.fake_cuda import fake_cuda
+    from compiled_optim.simulated.ptx import resources
+    from compiled_optim.simulated.record import recording
+
     arch, tiling, columns = capability[0] * 10 + capability[1], symmetric.TILINGS[capability], rows if numbers else columns
     with fake_cuda(arch), recording("cuda") as recorder:
         lying = torch.empty((3, columns, rows) if is_transposed else (3, rows, columns), dtype=torch.bfloat16, device="cuda")

@@ -20,7 +20,6 @@ import compiled_optim as co
 from compiled_optim.memory import addresses, cache
 from compiled_optim.memory.addresses import EMPTY, Addresses
 from compiled_optim.optimizer import engine_of
-from compiled_optim.simulated.fake_cuda import fake_cuda
 
 
 @pytest.fixture(params=["C++", "Python"])
@@ -231,6 +230,8 @@ def test_a_torch_of_another_layout_is_told(lost: str, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("where", ["meta", "fake", "simulated"])
 def test_the_offsets_are_those_of_real_tensors_in_every_mode(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process finds them once: those of a meta or fake tensor would make all its later steps slow."""
+    from compiled_optim.simulated.fake_cuda import fake_cuda
+
     found, offsets = [], addresses._offsets
     monkeypatch.setattr(addresses, "_offsets", lambda: found.append(offsets()) or found[-1])
     addresses.reader.__wrapped__()

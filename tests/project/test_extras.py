@@ -23,7 +23,7 @@ EXTRAS = {
     "tests": "test",
     "tests/trainers": "full",
     "compiled_optim/interop": "convert",
-    "compiled_optim/command_line": "cli",
+    "compiled_optim/cli": "cli",
     "compiled_optim/explain.py": "tables",
     "tools": "",
     "tools/demo": "demo",
@@ -39,9 +39,9 @@ WITHOUT = {
         "rich",
     ): "m = torch.nn.Linear(2, 2); co.explain(m, co.SGD(m.named_parameters())).__rich__()",
     (
-        "compiled_optim/command_line",
+        "compiled_optim/cli",
         "rich",
-    ): "from compiled_optim.command_line import main; raise SystemExit(main(['list']))",
+    ): "from compiled_optim.cli import main; raise SystemExit(main(['list']))",
     ("compiled_optim/interop", "safetensors"): "from compiled_optim.interop.convert import convert; import tempfile; "
     "f = tempfile.mkdtemp(); torch.save(co.SGD([torch.nn.Parameter(torch.ones(2))]).state_dict(), f + '/a.pt'); "
     "convert(f + '/a.pt', f + '/a.safetensors', 'safetensors')",

@@ -18,7 +18,6 @@ from compiled_optim.capture.graph import GRAPHS
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.step.rule_step import RuleStep
-from perf.no_device import EmptyGraph
 
 
 def _params(count: int = 3) -> list[nn.Parameter]:
@@ -228,6 +227,8 @@ def test_a_capture_holds_no_number_of_a_group_on_a_device_of_no_parameter(monkey
 
 
 def test_a_step_asks_once_whether_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    from perf.no_device import EmptyGraph
+
     asked: list[None] = []
     optimizer = co.AdamW(_params(), lowering="multi_tensor")
     params = engine_of(optimizer).params

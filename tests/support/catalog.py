@@ -29,7 +29,7 @@ COMBINED = [co.MuonAdamW]
 
 def registry() -> list[type[CompiledOptimizer]]:
     """Every optimizer the package exports with a rule of its own, or without one."""
-    exported = (getattr(co, name) for name in co.__all__)
+    exported = (getattr(co, name) for name in co.__all__ if name not in co._LAZY)
     classes = [c for c in exported if isinstance(c, type) and issubclass(c, CompiledOptimizer)]
     return [c for c in classes if c not in (CompiledOptimizer, *COMBINED)]
 

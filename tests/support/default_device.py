@@ -18,8 +18,6 @@ import pytest
 import torch
 from torch.utils._device import DeviceContext, _device_constructors
 
-from compiled_optim.simulated import fake_cuda
-
 NAME = "default_device"
 MEANT = {"_group"}
 """Functions of the package that ask which device is the default one."""
@@ -61,6 +59,8 @@ def _reaches(function: Any, seen: set[Any]) -> bool:
 @contextlib.contextmanager
 def default_device(patch: pytest.MonkeyPatch) -> Iterator[None]:
     """Make CUDA the default device, or what stands in for it; of ``fake_cuda`` while it lasts."""
+    from compiled_optim.simulated import fake_cuda  # here, as tests of the core run without it
+
     real_host = fake_cuda._RealHost
 
     @contextlib.contextmanager

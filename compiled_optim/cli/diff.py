@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import argparse
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from compiled_optim.command_line.parts.checkpoints import Checkpoint, checkpoint_argument, numbers, parameters, read
-from compiled_optim.command_line.parts.output import findings, show, table, text
+from compiled_optim.cli.checkpoints import Checkpoint, checkpoint_argument, numbers, parameters, read
+from compiled_optim.cli.output import findings, show, table, text
 
 _ABSENT = "absent"
 
@@ -32,26 +32,21 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _compared(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
-    groups = [[numbers(group) for group in checkpoint.content["param_groups"]] for checkpoint in (a, b)]
+    groups = ((numbers(group) for group in checkpoint.content["param_groups"]) for checkpoint in (a, b))
     differing: dict[str, Any] = {}
-    for index in range(max(map(len, groups))):
-        pair = [listed[index] if index < len(listed) else {} for listed in groups]
+    for index, pair in enumerate(itertools.zip_longest(*groups, fillvalue={})):
         for key in dict.fromkeys((*pair[0], *pair[1])):
             values = [_number(side.get(key, _ABSENT)) for side in pair]
             if not _same(*values):
                 differing[f"param_groups[{index}][{key!r}]"] = _shown(*values)
     first, second = _entries(a.content), _entries(b.content)
-    shared: list[dict[int, list[str]]] = [{}, {}]  # by group, the names that both checkpoints have
-    for by_group, content, other in zip(shared, (a.content, b.content), (second, first), strict=True):
-        for name, index, _ in parameters(content):
-            if name in other:
-                by_group.setdefault(index, []).append(name)
-    for index in sorted({*shared[0], *shared[1]}):
-        for i, names in enumerate(itertools.zip_longest(*(each.get(index, []) for each in shared), fillvalue=_ABSENT)):
+    orders = _order(a.content, second), _order(b.content, first)
+    for index in sorted({*orders[0], *orders[1]}):
+        pairs = itertools.zip_longest(*(order.get(index, []) for order in orders), fillvalue=_ABSENT)
+        for i, names in enumerate(pairs):
             if names[0] != names[1]:
-                differing[f"param_groups[{index}]['params']"] = [
-                    name if name == _ABSENT else f"{name}, at {i}" for name in names
-                ]
+                shown = [name if name == _ABSENT else f"{name}, at {i}" for name in names]
+                differing[f"param_groups[{index}]['params']"] = shown
                 break
     changed = [
         {"name": name, "state": key, **difference}
@@ -66,6 +61,15 @@ def _compared(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
         "state": changed,
         "left_out": [checkpoint.lost for checkpoint in (a, b) if checkpoint.lost],
     }
+
+
+def _order(content: Mapping[str, Any], other: Collection[str]) -> dict[int, list[str]]:
+    """Return the names in each group of those parameters that the ``other`` checkpoint has too."""
+    order: dict[int, list[str]] = {}
+    for name, index, _ in parameters(content):
+        if name in other:
+            order.setdefault(index, []).append(name)
+    return order
 
 
 def _entries(content: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 import compiled_optim as co
-from compiled_optim.command_line.parts.output import show, size, table
+from compiled_optim.cli.output import show, size, table
 
 _OK, _FALLBACK, _ABSENT = "ok", "falls back", "not here"
 _STYLES = {_OK: "green", _FALLBACK: "bold yellow", _ABSENT: "dim"}

@@ -1,8 +1,7 @@
 """The command line: ``compiled-optim COMMAND`` or ``python -m compiled_optim COMMAND``.
 
-Each module of this folder is a command. The first line of its docstring is its help, ``arguments`` declares its options, and
-``run`` does the work. Commands share the modules of ``parts``. ``--help`` imports no more than ``import
-compiled_optim``: commands import other modules in functions.
+Each command is a module of this folder. The first line of its docstring is its help, ``arguments`` declares its options, and
+``run`` does the work. ``--help`` imports no more than ``import compiled_optim``: commands import other modules in functions.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
-import pkgutil
 import sys
 import textwrap
 import warnings
@@ -18,12 +16,9 @@ from collections.abc import Sequence
 
 import compiled_optim as co
 
+COMMANDS = ("convert", "diff", "doctor", "explain", "inspect", "list", "lowering")
+
 _EPILOG = "The exit status is 0 if all is well, 1 if the command found something, and 2 if it was used wrongly."
-
-
-def commands() -> list[str]:
-    """Return the names of all commands."""
-    return [module.name for module in pkgutil.iter_modules(__path__) if not module.ispkg]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"compiled-optim {co.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in commands()}
+    modules = {name: importlib.import_module(f"{__name__}.{name}") for name in COMMANDS}
     for name, module in modules.items():
         text = (module.__doc__ or "").strip()
         subparser = subparsers.add_parser(name, help=text.partition("\n")[0], description=text, epilog=_EPILOG)

@@ -16,11 +16,11 @@ import pytest
 import torch
 
 import compiled_optim as co
-from compiled_optim.command_line import commands, main
+from compiled_optim.cli import COMMANDS, main
 
-FOLDER = Path(co.__file__).parent / "command_line"
+FOLDER = Path(co.__file__).parent / "cli"
 ROOT = FOLDER.parents[1]
-BELOW = {"command_line", "simulated", "convert"}
+BELOW = {"cli", "simulated", "interop"}
 """Folders that commands may import from: their own, and two that have no public name in ``compiled_optim`` itself."""
 
 
@@ -37,23 +37,24 @@ def _process(*arguments: str, cwd: Path = ROOT, **environment: str) -> subproces
 
 
 def test_every_command_is_there() -> None:
-    assert commands() == ["convert", "diff", "doctor", "explain", "inspect", "list", "lowering"]
+    assert COMMANDS == ("convert", "diff", "doctor", "explain", "inspect", "list", "lowering")
+    assert {path.stem for path in FOLDER.glob("*.py") if "\ndef run(" in path.read_text()} == {*COMMANDS}
 
 
 def test_help_lists_the_commands_and_imports_little() -> None:
     code = (
-        "import sys\nfrom compiled_optim.command_line import main\n"
+        "import sys\nfrom compiled_optim.cli import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "heavy = {'matplotlib', 'pandas', 'rich', 'safetensors', 'torchao', 'torch._inductor'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    for name in commands():
+    for name in COMMANDS:
         assert f"\n    {name} " in done.stdout
 
 
-@pytest.mark.parametrize("command", commands())
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_itself(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main([command, "--help"])
@@ -142,7 +143,7 @@ def _hide(module: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_command_imports_public_names_alone() -> None:
-    for path in sorted(FOLDER.rglob("*.py")):
+    for path in sorted(FOLDER.glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [f"{node.module}.{alias.name}" for alias in node.names] if isinstance(node, ast.ImportFrom) else []
@@ -169,10 +170,10 @@ def test_whoever_reads_may_stop(tmp_path: Path) -> None:
 
 
 README = FOLDER / "README.md"
-COMMANDS = dict.fromkeys(re.findall(r"(?:^    |`)compiled-optim ([^`\n]+)", README.read_text(), re.MULTILINE))
+EXAMPLES = dict.fromkeys(re.findall(r"(?:^    |`)compiled-optim ([^`\n]+)", README.read_text(), re.MULTILINE))
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", EXAMPLES)
 def test_the_readme_is_true(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,4 +186,4 @@ def test_the_readme_is_true(
 
 
 def test_the_readme_has_every_command() -> None:
-    assert {command.split()[0] for command in COMMANDS} == {*commands()}
+    assert {command.split()[0] for command in EXAMPLES} == {*COMMANDS}

@@ -17,7 +17,7 @@ from terminal import in_ascii
 from torch.distributed.checkpoint import FileSystemReader
 
 import compiled_optim as co
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 from compiled_optim.interop import convert
 
 

@@ -16,20 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
-from compiled_optim.command_line.parts.checkpoints import (
-    FORM,
-    checkpoint_argument,
-    numbers,
-    parameters,
-    read,
-    shape_of,
-    steps,
-    tensors,
-)
-from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
+from compiled_optim.cli.checkpoints import checkpoint_argument, numbers, parameters, read
+from compiled_optim.cli.output import findings, shape, show, size, table, text
 
 _AVERAGES = {"exp_avg", "exp_avg_sq", "exp_avg_diff", "momentum_buffer", "square_avg", "sum", "prev", "prev_grad"}
 _AVERAGES |= {"row_var", "col_var", "variance"}  # of gradients, 0 if they are; other entries begin elsewhere or hold weights
+_FORM = re.compile(r"_(int8|scale)$")  # the end of the names of entries that are stored in 8 bits
 _SHORT = {"float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16"}
 _FEW = 3  # names that a message lists
 
@@ -49,35 +41,34 @@ def run(options: argparse.Namespace) -> int:
     if not records:
         raise ValueError(f"{options.checkpoint} has no parameter {options.names!r}")
     shown = {r["name"] for r in records}
-    problems = {problem: [name for name in names if name in shown] for problem, names in _wrong(every)}
-    problems = {problem: names for problem, names in problems.items() if names}
+    listed = {problem: [name for name in names if name in shown] for problem, names in _wrong(every).items()}
+    problems = {problem: names for problem, names in listed.items() if names}
     if checkpoint.lost:
         problems["left out, as it cannot be read"] = [checkpoint.lost]
     stepped = [r for r in records if r["step"] or (r["step"] is None and r["state"])]
-    without_averages = [r["name"] for r in stepped if not _averages(r)]
-    groups = [numbers(group) for group in checkpoint.content["param_groups"]]
-    show(
-        options,
-        {
-            "file": str(options.checkpoint),
-            "groups": groups,
-            "parameters": records,
-            "findings": problems,
-            "without_averages": without_averages,
-        },
-        lambda: _drawn(options.checkpoint, groups, records, problems, without_averages),
-    )
+    told = {
+        "file": str(options.checkpoint),
+        "groups": [numbers(group) for group in checkpoint.content["param_groups"]],
+        "parameters": records,
+        "findings": problems,
+        "without_averages": [r["name"] for r in stepped if not _averages(r)],
+    }
+    show(options, told, lambda: _drawn(told))
     return 1 if problems else 0
 
 
 def _record(name: str, index: int, entries: Mapping[str, Any]) -> dict[str, Any]:
+    state = {str(key): value for key, value in entries.items() if isinstance(value, Tensor) and key != "step"}
+    shapes = [] if "col_var" in state else [list(value.shape) for value in state.values()]  # Adafactor's are of rows
+    step: Any = entries.get("step")
+    is_number = isinstance(step, (int, float)) or (isinstance(step, Tensor) and step.numel() == 1)
     return {
         "name": name,
         "group": index,
-        "shape": shape_of(entries),
-        "step": steps(entries),
-        "bytes": sum(value.nbytes for value in tensors(entries).values()),
-        "state": {key: _range(value) for key, value in tensors(entries).items()},
+        "shape": max(shapes, key=lambda sizes: (len(sizes), sizes), default=None),
+        "step": float(step) if is_number else None,
+        "bytes": sum(value.nbytes for value in state.values()),
+        "state": {key: _range(value) for key, value in state.items()},
     }
 
 
@@ -96,11 +87,11 @@ def _range(value: Tensor) -> dict[str, Any]:
 
 def _averages(record: Mapping[str, Any]) -> dict[str, Any]:
     """Return the averages of gradients in the state of a parameter."""
-    return {key: entry for key, entry in record["state"].items() if FORM.sub("", key) in _AVERAGES}
+    return {key: entry for key, entry in record["state"].items() if _FORM.sub("", key) in _AVERAGES}
 
 
-def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
-    """Yield each probable problem with the names of its parameters."""
+def _wrong(records: list[dict[str, Any]]) -> dict[str, list[str]]:
+    """Return the names of parameters that probably have a problem, by problem."""
     averages = [_averages(r) for r in records]
     stepped = [bool(entries) if r["step"] is None else r["step"] > 0 for r, entries in zip(records, averages, strict=True)]
     ranges = [[e for e in entries.values() if "max" in e] for entries in averages]
@@ -110,25 +101,23 @@ def _wrong(records: list[dict[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     moving = {r["group"] for r, ran, _ in judged if ran or is_counted}  # a group of SGD may need no state
     still = [r["name"] for r, ran, _ in judged if not ran and r["group"] in moving and (r["step"] == 0 or not r["state"])]
     spoiled = [r["name"] for r in records if any(entry.get("non_finite") for entry in r["state"].values())]
-    listed = {
+    return {
         "dead: took steps, but their averages are all 0": dead,
         "never stepped, though others were": still,
         "not finite: their state has an infinite or NaN number": spoiled,
     }
-    yield from ((problem, names) for problem, names in listed.items() if names)
 
 
-def _drawn(
-    path: Path, groups: list[Any], records: list[Any], problems: Mapping[str, list[str]], without_averages: list[str]
-) -> Iterator[Any]:
+def _drawn(told: Mapping[str, Any]) -> Iterator[Any]:
     from rich.text import Text
 
+    records, groups = told["parameters"], told["groups"]
     total, counts = sum(r["bytes"] for r in records), sorted({r["step"] for r in records if r["step"] is not None})
     taken = "no step counts" if not counts else f"step {text(int(counts[0]))}"
     taken += f" to {text(int(counts[-1]))}" if len(counts) > 1 else ""
-    head = f"{path.name}: {len(records):,} parameters in {len(groups)} group{'s' * (len(groups) != 1)}, {taken}, "
-    yield Text(f"{head}{size(total, 'B')} of state", style="bold")
-    yield groups_table(groups)
+    head = f"{Path(told['file']).name}: {len(records):,} parameters in {len(groups)} group{'s' * (len(groups) != 1)}"
+    yield Text(f"{head}, {taken}, {size(total, 'B')} of state", style="bold")
+    yield _groups_table(groups)
     rows: list[tuple[Any, ...]] = []
     for r in records:
         first: tuple[str, str, int | None] = (r["name"], shape(r["shape"]), None if r["step"] is None else int(r["step"]))
@@ -141,9 +130,10 @@ def _drawn(
             first = ("", "", None)
     columns = {"name": "bold cyan", "shape": ".", "step": ">", "state": ".", "dtype": ".dim"}
     yield table({**columns, "min": ">", "max": ">", "mean |x|": ">"}, rows)
-    yield from findings((f"{problem}: {_first(names)}" for problem, names in problems.items()), "nothing is wrong in it")
-    if without_averages:
-        yield Text(f"gradients of 0 cannot be seen, as state has no averages: {_first(without_averages)}", style="dim")
+    problems = told["findings"].items()
+    yield from findings((f"{problem}: {_first(names)}" for problem, names in problems), "nothing is wrong in it")
+    if names := told["without_averages"]:
+        yield Text(f"gradients of 0 cannot be seen, as state has no averages: {_first(names)}", style="dim")
 
 
 def _first(names: list[str]) -> str:
@@ -151,7 +141,7 @@ def _first(names: list[str]) -> str:
     return ", ".join(names[:_FEW]) + (f" and {len(names) - _FEW:,} more" if len(names) > _FEW else "")
 
 
-def groups_table(groups: list[dict[str, Any]]) -> Any:
+def _groups_table(groups: list[dict[str, Any]]) -> Any:
     """Build a table of options that are set in any group: a column for each of few groups, or a row for each of many."""
     keys = dict.fromkeys(key for group in groups for key in group)
     rows = [(key, *(text(group.get(key), 7) for group in groups)) for key in keys]

@@ -13,7 +13,7 @@ from expecttest import assert_expected_inline
 from terminal import in_ascii
 
 import compiled_optim as co
-from compiled_optim.command_line import main
+from compiled_optim.cli import main
 
 
 @pytest.fixture(autouse=True)

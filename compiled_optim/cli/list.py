@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import compiled_optim as co
-from compiled_optim.command_line.parts.output import show, table
+from compiled_optim.cli.output import show, table
 
 _BAR = 30  # characters of the longest bar
 _ROOM = 80  # columns of a window that has room for every column of the list
@@ -57,7 +57,8 @@ def _many(infos: list[co.OptimizerInfo]) -> Any:
         sizes = [info.bytes_per_parameter.get(name) for name in ("float32", "bfloat16")]
         wide, half, least = (None if number is None else f"{number:.1f}" for number in (*sizes, smallest[1]))
         numbers = (info.kind, wide, half, least) if has_room else (None, wide, None, least)
-        rows.append((info.name, *numbers, _capital(_SOURCE.sub("", info.summary)).replace("``", "")))
+        summary = _SOURCE.sub("", info.summary).replace("``", "")
+        rows.append((info.name, *numbers, summary[:1].upper() + summary[1:]))
     columns = {"optimizer": ".bold cyan", "works on": ".dim", "float32": ">", "bfloat16": ">", "least": ">green", "": "~"}
     caption = "Bytes for each parameter: weight, gradient and state. Least: with the best of weights= and state_dtype=."
     return table(columns, rows, caption=caption)
@@ -97,7 +98,3 @@ def _start(argument: Any) -> tuple[str, str]:
 def _said(help_text: str) -> str:
     """Return the text of a docstring without its markup."""
     return re.sub(r":\w+:`~?\.?(\w+)`", r"\1", help_text).replace("``", "")
-
-
-def _capital(sentence: str) -> str:
-    return sentence[:1].upper() + sentence[1:]

@@ -19,15 +19,14 @@ _NAME = 12  # columns that a name has even in a narrow window
 _LONG = 1000  # rows of a table that rich draws; thousands take it seconds
 
 
-def needed(module: str, purpose: str, extra: str = "cli") -> Any:
-    """Import ``module``. The error if it is missing names the package's ``extra`` to install, or without one the module."""
+def needed(module: str, purpose: str, install: str) -> Any:
+    """Import ``module``. If it is missing, the error names the ``purpose`` that needs it, and the package to ``install``."""
+    name = module.partition(".")[0]
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] != module.partition(".")[0]:
+        if (error.name or "").partition(".")[0] != name:
             raise
-        name = module.partition(".")[0]
-        install = f"'compiled-optim[{extra}]'" if extra else name
         raise ModuleNotFoundError(f"{purpose} needs {name}: pip install {install}") from error
 
 
@@ -37,7 +36,8 @@ def show(options: argparse.Namespace, records: Any, draw: Callable[[], Iterable[
         print(json.dumps(_plain(records), indent=1, allow_nan=False))
         return
     is_free = not sys.stdout.isatty() and "COLUMNS" not in os.environ  # no window: names need not wrap
-    console = needed("rich.console", "a table").Console(highlight=False, width=_WIDE if is_free else None)
+    rich_console = needed("rich.console", "a table", "'compiled-optim[cli]'")
+    console = rich_console.Console(highlight=False, width=_WIDE if is_free else None)
     console.on_broken_pipe = _closed  # rich would exit with 1
     usual = console.width
     for each in draw():

@@ -8,6 +8,7 @@ parameters are on the meta device, which takes no memory.
 from __future__ import annotations
 
 import argparse
+import ast
 import contextlib
 import importlib
 import math
@@ -20,19 +21,20 @@ from typing import Any
 import torch
 
 import compiled_optim as co
-from compiled_optim.command_line.lowering import ARCHITECTURES, lowered
-from compiled_optim.command_line.parts.expressions import call, created, optimizer_arguments, parsed
-from compiled_optim.command_line.parts.output import findings, shape, show, size, table, text
+from compiled_optim.cli.lowering import ARCHITECTURES, lowered
+from compiled_optim.cli.optimizer import created, optimizer_arguments
+from compiled_optim.cli.output import findings, shape, show, size, table, text
 
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments of the command."""
     parser.add_argument("model", metavar="MODEL", help="package.module:name")
-    optimizer_arguments(parser, "muonadamw")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of the parameters, if not the model's")
+    parser.add_argument(
+        "--optimizer", default="muonadamw", metavar="NAME", help="see the command list; muonadamw by default"
+    )
+    optimizer_arguments(parser)
     parser.add_argument("--device", choices=("meta", "cpu"), default="meta", help="the device of the model; meta by default")
     parser.add_argument("--arch", choices=ARCHITECTURES, help="count the launches of a step, as the command lowering does")
-    parser.add_argument("--each", action="store_true", help="list each parameter; by default equal layers share a line")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -62,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
         "parameters": explained.records,
         "warnings": [finding._asdict() for finding in explained.warnings],
     }
-    show(options, records, lambda: _drawn(records, [str(w) for w in explained.warnings], each=options.each))
+    show(options, records, lambda: _drawn(records, [str(w) for w in explained.warnings]))
     return 1 if explained.warnings else 0
 
 
@@ -76,7 +78,7 @@ def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
     if not colon:
         hint = "; for a checkpoint there is compiled-optim inspect" if os.path.exists(source) else ""
         raise ValueError(f"{source!r} is not package.module:name, such as torch.nn:Transformer{hint}")
-    name, positional, named = call(parsed(expression), expression)
+    name, positional, named = _call(expression)
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as ``python -m`` has it, for a console script
     try:
@@ -97,7 +99,27 @@ def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:
     return model
 
 
-def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> Iterator[Any]:
+def _call(source: str) -> tuple[str, list[Any], dict[str, Any]]:
+    """Return the dotted name, and positional and named arguments, of a call with literals. A bare name has no arguments."""
+    try:
+        node = ast.parse(source.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise ValueError(f"{source!r} cannot be read: {error.msg}, at character {error.offset}") from error
+    called, values, named = (node.func, node.args, node.keywords) if isinstance(node, ast.Call) else (node, [], [])
+    name = ast.unparse(called)
+    if not all(map(str.isidentifier, name.split("."))) or any(keyword.arg is None for keyword in named):
+        raise ValueError(f"{source!r} is not a name with arguments, such as Linear(4, 4)")
+    return name, [*map(_literal, values)], {str(keyword.arg): _literal(keyword.value) for keyword in named}
+
+
+def _literal(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError as error:
+        raise ValueError(f"{ast.unparse(node)!r} is not a plain value: a number, quoted text, True, None, a list") from error
+
+
+def _drawn(records: Mapping[str, Any], warnings: list[str]) -> Iterator[Any]:
     from rich.text import Text
 
     every, sizes = records["parameters"], records["bytes"]
@@ -124,23 +146,15 @@ def _drawn(records: Mapping[str, Any], warnings: list[str], *, each: bool) -> It
     alike: dict[Any, list[Any]] = {}
     for r in every:
         why, sizes = None if r["why"] == "default" else r["why"], "lazy" if r["shape"] is None else shape(r["shape"])
-        alike.setdefault((_stem(r["name"], each=each), sizes, _rule(r), why), []).append(r)
-    rows = [(name, _times(listed), *others) for (name, *others), listed in alike.items()]
+        name = re.sub(r"(?<=\.)\d+(?=\.)", "*", r["name"])  # equal layers share a line
+        alike.setdefault((name, sizes, _rule(r), why), []).append(r)
+    rows = [(name, f"{len(rs)} x" if len(rs) > 1 else "", *others) for (name, *others), rs in alike.items()]
     yield table({"parameter": "bold", " ": ">dim", "shape": ".", "rule": ".cyan", "why": "dim"}, rows)
     yield from findings((w.removeprefix("warning ") for w in warnings), "no warnings")
 
 
 def _rule(record: Mapping[str, Any]) -> str:
     return "frozen" if record["frozen"] else record["rule"] or "none"
-
-
-def _stem(name: str, *, each: bool) -> str:
-    """Return a name with ``*`` for the numbers of layers, or with ``each`` the name itself."""
-    return name if each else re.sub(r"(?<=\.)\d+(?=\.)", "*", name)
-
-
-def _times(listed: list[Any]) -> str:
-    return f"{len(listed)} x" if len(listed) > 1 else ""
 
 
 def _elements(record: Mapping[str, Any]) -> int:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import compiled_optim as co
-from compiled_optim.command_line.parts.expressions import created, set_argument
-from compiled_optim.command_line.parts.output import needed, show, size, table
+from compiled_optim.cli.optimizer import created, optimizer_arguments
+from compiled_optim.cli.output import needed, show, size, table
 
 if TYPE_CHECKING:
     from compiled_optim.simulated.step import SimulatedStep
@@ -29,18 +29,17 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("optimizer", nargs="?", default="adamw", metavar="OPTIMIZER", help="adamw by default")
     parser.add_argument("--shapes", default="gpt2", metavar="SHAPES", help="gpt2 by default, vit-tiny, or 768x3072,768*12")
     parser.add_argument("--arch", choices=ARCHITECTURES, default="sm_90", help="sm_90 by default")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32", help="of the parameters")
     parser.add_argument("--source", action="store_true", help="print the kernels, and nothing else")
-    set_argument(parser)
+    optimizer_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Lower a step and show it."""
-    sizes = parsed_shapes(options.shapes)
-    dtype = getattr(torch, options.dtype)
+    sizes, dtype = _parsed_shapes(options.shapes), options.dtype or "float32"
 
     def make() -> co.CompiledOptimizer:
-        params = {f"layer{i}.weight": torch.empty(each, dtype=dtype, requires_grad=True) for i, each in enumerate(sizes)}
+        made = (torch.empty(each, dtype=getattr(torch, dtype), requires_grad=True) for each in sizes)
+        params = {f"layer{i}.weight": param for i, param in enumerate(made)}
         return created(options.optimizer, params, options.set)
 
     simulated = lowered(make, options.arch)
@@ -48,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     records = {
         "optimizer": options.optimizer,
         "arch": options.arch,
-        "dtype": options.dtype,
+        "dtype": dtype,
         "tensors": len(sizes),
         "parameters": elements,
         "lowering": co.compile_report(simulated.optimizer).lowering,
@@ -69,13 +68,13 @@ def run(options: argparse.Namespace) -> int:
 def lowered(make: Any, arch: str) -> SimulatedStep:
     """Simulate a step of the optimizer that ``make`` returns, on one of :data:`ARCHITECTURES`."""
     if arch != "cpu":
-        needed("triton", "compiling for a GPU", "")
+        needed("triton", "compiling for a GPU", "triton")
     from compiled_optim.simulated.step import simulated_step
 
     return simulated_step(make, None if arch == "cpu" else int(arch[3:]))
 
 
-def parsed_shapes(source: str) -> list[tuple[int, ...]]:
+def _parsed_shapes(source: str) -> list[tuple[int, ...]]:
     """Return the shapes of a model's name, or of a list such as ``768x3072,768*12``."""
     from compiled_optim.simulated.shapes import MODELS
 

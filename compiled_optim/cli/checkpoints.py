@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -11,13 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import Tensor
-
 USUAL = ("optimizer", "optimizer_state_dict")
 """Usual keys of the optimizer's state in files of training scripts."""
-
-FORM = re.compile(r"_(int8|scale)$")
-"""The endings of the names of entries that are stored in 8 bits."""
 
 
 def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
@@ -41,23 +35,17 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
         OSError: it cannot be read.
         ValueError: it is damaged, or holds no optimizer's state, or objects other than tensors and plain values.
     """
+    from compiled_optim.interop import convert, replace_files
+
     with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # maps of its files outlive it
-        return _read(path, key, Path(scratch))
-
-
-def _read(path: Path, key: str | None, scratch: Path) -> Checkpoint:
-    from compiled_optim.interop.convert import LAYOUTS, layout_of, read_stored
-    from compiled_optim.interop.replace_files import keeper
-
-    _, stored = read_stored(path, key, scratch, USUAL)
-    layout = layout_of(stored)
-    if layout is None:
-        return Checkpoint(stored, "")
-    convert = partial(LAYOUTS[layout].decode, stored, keeper(scratch))
-    try:
-        return Checkpoint(convert(lossy=False), "")
-    except ValueError as error:
-        return Checkpoint(convert(lossy=True), str(error))
+        _, stored = convert.read_stored(path, key, Path(scratch), USUAL)
+        if (layout := convert.layout_of(stored)) is None:
+            return Checkpoint(stored, "")
+        decode = partial(convert.LAYOUTS[layout].decode, stored, replace_files.keeper(Path(scratch)))
+        try:
+            return Checkpoint(decode(lossy=False), "")
+        except ValueError as error:
+            return Checkpoint(decode(lossy=True), str(error))
 
 
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:
@@ -74,20 +62,3 @@ def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mappin
 def numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a group in a state dict."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
-
-
-def shape_of(entries: Mapping[str, Any]) -> list[int] | None:
-    """Return the shape of the largest entry of a state; None if it has none, or Adafactor's rows and columns."""
-    shapes = [] if "col_var" in entries else [list(value.shape) for value in tensors(entries).values()]
-    return max(shapes, key=lambda sizes: (len(sizes), sizes), default=None)
-
-
-def tensors(entries: Mapping[str, Any]) -> dict[str, Tensor]:
-    """Return the tensors of a parameter's state except its step count."""
-    return {str(name): value for name, value in entries.items() if isinstance(value, Tensor) and name != "step"}
-
-
-def steps(entries: Mapping[str, Any]) -> float | None:
-    """Return the step count of a parameter's state, or None."""
-    value = entries.get("step")
-    return float(value) if isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1) else None
