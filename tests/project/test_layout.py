@@ -109,7 +109,7 @@ BUDGET = {
     "lowering": 5138,
     "memory": 1307,
     "optimizers": 1924,
-    "plan": 874,
+    "plan": 892,
     "rule": 2856,
     "simulated": 755,
     "step": 2174,
