@@ -11,7 +11,7 @@ The parts are floors of a house: a module imports only from its own floor and fr
     explain.py           which rule updates each parameter, with which numbers, and why
     state_dicts.py       state dicts by name, for several optimizers, for optimi; float32 weights of 16-bit models
     release.py           gradient release: updates inside of backward, which then frees the gradients
-    report.py            no_recompiles, compile_report and memory_report
+    report.py            compile_report and memory_report
     optimizers/          one optimizer per file: its fields and its rule, functions that define the update
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
@@ -33,9 +33,9 @@ from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.explain import Explanation, explain
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.plan.compilations import RecompileError
+from compiled_optim.plan.compilations import RecompileError, no_recompiles
 from compiled_optim.release import prepare_for_gradient_release, remove_gradient_release
-from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
+from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report
 from compiled_optim.state_dicts import (
     full_precision_state_dict,
     load_full_precision_state_dict,

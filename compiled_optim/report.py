@@ -1,8 +1,7 @@
-"""Guards against recompilation, and reports of compiled kernels and of stored bytes."""
+"""Reports of compiled kernels and of stored bytes."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import textwrap
 from collections import Counter
@@ -18,36 +17,10 @@ from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import cache_directory
 from compiled_optim.memory.layout import has_memory, local
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
-from compiled_optim.plan.compilations import Compilation, RecompileError, forbidding_recompilation
+from compiled_optim.plan.compilations import Compilation
 from compiled_optim.rule.storage import MINIMUM, PARTS
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.rule_step import RuleStep
-
-
-@contextlib.contextmanager
-def no_recompiles(budget: int = 0) -> Iterator[None]:
-    """Forbid recompilation and re-capture inside a ``with`` block.
-
-    It covers optimizer steps, the graphs of ``co.CUDAGraphRunner`` and, without a budget, every other function under
-    ``torch.compile``. First compilations and first captures are allowed.
-
-    Args:
-        budget: how many recompilations and re-captures are allowed, counted over all optimizers.
-
-    Raises:
-        RecompileError: the message names the change, with old and new value. The optimizer has not taken the step.
-        ValueError: ``budget`` is negative.
-    """
-    if budget < 0:
-        raise ValueError(f"budget must be >= 0, got {budget}")
-    stance = "fail_on_recompile" if budget == 0 else "default"
-    with forbidding_recompilation(budget), torch.compiler.set_stance(stance):
-        try:
-            yield
-        except RuntimeError as error:
-            if isinstance(error, RecompileError) or "Detected recompile" not in str(error):
-                raise
-            raise RecompileError(str(error)) from error
 
 
 @dataclass(frozen=True)
