@@ -34,8 +34,8 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer", "model"},
-    {"optimizers", "release", "report", "state_dicts"},
-    {"capture", "explain", "simulated"},
+    {"optimizers", "release", "state_dicts", "step_module"},
+    {"capture", "reports", "simulated"},
     {"switch"},
     {"convert"},
     {"command_line"},
@@ -100,7 +100,7 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2930,
+    "": 2463,
     "capture": 1129,
     "checkpoint": 1391,
     "command_line": 1255,
@@ -110,9 +110,10 @@ BUDGET = {
     "memory": 1307,
     "optimizers": 1924,
     "plan": 892,
+    "reports": 938,
     "rule": 2856,
     "simulated": 755,
-    "step": 2174,
+    "step": 1762,
     "switch": 518,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
