@@ -19,14 +19,6 @@ from compiled_optim.plan.compilations import Compilation, CompilationLog
 from compiled_optim.reports.finding import Finding
 from compiled_optim.step.rule_step import RuleStep
 
-_VERDICTS = {
-    "idle": "Nothing was updated: see below.",
-    "slower": "Slower than it could be: see below.",
-    "recompiled": "Compiled again after the first step: see below.",
-    "captured again": "Captured again: see below.",
-}
-"""The judgement by the name of the first finding; findings are in this order."""
-
 _LOCATE = "to find the line of your code that causes it, run the loop under `with co.no_recompiles():`"
 
 
@@ -49,9 +41,9 @@ class CompileReport:
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
         construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
         moved_steps: the number of steps with gradients at new addresses, mostly since ``zero_grad`` had freed them.
-        findings: those of the first of these names first. ``"idle"``: steps were taken, and none changed a parameter.
-            ``"slower"``: a part runs uncompiled, or is compiled by Inductor. ``"recompiled"`` and ``"captured again"``: a
-            cause of compilations after the first step, or of captures that replaced a stale graph.
+        findings: named as follows. ``"idle"``: steps were taken, and none changed a parameter. ``"slower"``: a part runs
+            uncompiled, or is compiled by Inductor. ``"recompiled"`` and ``"captured again"``: a cause of compilations after
+            the first step, or of captures that replaced a stale graph.
     """
 
     optimizer: str
@@ -94,14 +86,18 @@ class CompileReport:
         return sum((c.seconds for c in self.compilations), self.construction)
 
     def __str__(self) -> str:
+        names = {finding.name for finding in self.findings}
         verdicts = {
+            "Nothing was updated: see below.": "idle" in names,
+            "Slower than it could be: see below.": "slower" in names,
+            "Compiled again after the first step: see below.": "recompiled" in names,
+            "Captured again: see below.": "captured again" in names,
             "Nothing is compiled: steps are plain torch operations.": self.lowering == "eager",
             "Not all is compiled: some steps are plain torch operations.": "eager" in self.lowering,
             "The first step will compile.": not (self.steps or self.kernels or self.compiled_step),
             "Good: all is compiled, and nothing was compiled again.": True,
         }
-        judged = [_VERDICTS[finding.name] for finding in self.findings]
-        verdict = next(text for text in (*judged, *(text for text, holds in verdicts.items() if holds)))
+        verdict = next(text for text, holds in verdicts.items() if holds)
         counts = {"compiled": self.compiles - self.loaded, "loaded from the cache": self.loaded}
         kernels = ", ".join(f"{count} {how}" for how, count in counts.items() if count)
         moved = f"gradients moved in {self.moved_steps} of {self.steps} steps (zero_grad frees them)"

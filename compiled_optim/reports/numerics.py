@@ -25,7 +25,6 @@ from compiled_optim.state import ParamState, decoded, weight
 from compiled_optim.step.rule_step import step_with_rule
 
 _CHOICES = ("weights", "state_dtype")  # of the storage of weights and state
-_TOO_SMALL = "too small"
 _STAYS = (
     "at lr {lr:.3g}, {share:.0%} of it does not move: a weight of {weight:.2g} needs a step of {needed:.2g}, and gets "
     "{available:.2g}"
@@ -57,7 +56,7 @@ class NumericsReport:
     findings: tuple[Finding, ...]
 
     def __str__(self) -> str:
-        count = sum(finding.name == _TOO_SMALL for finding in self.findings)
+        count = sum(finding.name == "too small" for finding in self.findings)
         head = f"{self.optimizer}: the next step is too small for {count} of {len(self.checked)} parameters"
         return "\n".join([head, *(f"  '{finding.params[0]}': {finding.said}" for finding in self.findings)])
 
@@ -109,7 +108,7 @@ def _report(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
                 figures = {"share": share, "lr": float(member.groups[member.group]["lr"])}
                 figures |= {name: size[stuck].median().item() for name, size in sizes.items()}
                 evidence = _STAYS.format(**figures)
-                too_small.append(Finding(_TOO_SMALL, (member.name,), evidence, _remedy(plan, member), figures))
+                too_small.append(Finding("too small", (member.name,), evidence, _remedy(plan, member), figures))
     too_small.sort(key=lambda each: -each.figures["needed"] / each.figures["available"])
     return NumericsReport(optimizer, tuple(checked), (*too_small, *uneven))
 

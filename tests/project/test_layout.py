@@ -110,7 +110,7 @@ BUDGET = {
     "memory": 1307,
     "optimizers": 1924,
     "plan": 892,
-    "reports": 938,
+    "reports": 933,
     "rule": 2856,
     "simulated": 755,
     "step": 1762,
