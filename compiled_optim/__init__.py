@@ -7,12 +7,12 @@ The parts are floors of a house: a module imports only from its own floor and fr
     interop/             optimizers, state dicts and files of other packages; a module for each package
     simulated/           a step on a simulated GPU: kernels, launches, registers
     capture/             training steps as CUDA graphs
-    explain.py           which rule updates each parameter, with which numbers, and why
+    reports/             reports of an optimizer: its compiled code, bytes, rules and numbers, health; their findings
     full_precision.py    float32 weights of 16-bit models
     catalogue.py         optimizers by name: made, listed, described
     by_name.py           state dicts by parameter name, of several optimizers together
     release.py           gradient release: updates inside of backward, which then frees the gradients
-    report.py            no_recompiles, compile_report and memory_report
+    step_module.py       the step as a module, for training steps that are compiled into a file
     optimizers/          one optimizer per file: its fields and its rule, functions that define the update
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
@@ -33,14 +33,11 @@ from compiled_optim.by_name import load_named_state_dict, named_state_dict
 from compiled_optim.capture.runner import CUDAGraphRunner
 from compiled_optim.catalogue import OptimizerInfo, create, list_optimizers, named, optimizer_info
 from compiled_optim.checkpoint.state_dict import LoadReport
-from compiled_optim.explain import Explanation, explain
 from compiled_optim.full_precision import full_precision_state_dict, load_full_precision_state_dict
 from compiled_optim.model import param_groups, to_low_precision
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.plan.compilations import RecompileError
+from compiled_optim.plan.compilations import RecompileError, no_recompiles
 from compiled_optim.release import prepare_for_gradient_release, remove_gradient_release
-from compiled_optim.report import CompileReport, MemoryReport, compile_report, memory_report, no_recompiles
-from compiled_optim.step.numerics import NumericsReport
 
 if TYPE_CHECKING:
     from compiled_optim.interop.from_torch import from_torch
@@ -70,6 +67,13 @@ if TYPE_CHECKING:
     from compiled_optim.optimizers.sgd import SGD
     from compiled_optim.optimizers.sparse_adam import SparseAdam
     from compiled_optim.optimizers.stable_adamw import StableAdamW
+    from compiled_optim.reports.compile import CompileReport, compile_report
+    from compiled_optim.reports.explain import Explanation, explain
+    from compiled_optim.reports.finding import Finding
+    from compiled_optim.reports.health import HealthReport, health
+    from compiled_optim.reports.memory import MemoryReport, memory_report
+    from compiled_optim.reports.numerics import NumericsReport, check_numerics
+    from compiled_optim.step_module import as_module
 
 __version__ = "0.1.0"
 
@@ -90,6 +94,8 @@ __all__ = [
     "CompileReport",
     "CompiledOptimizer",
     "Explanation",
+    "Finding",
+    "HealthReport",
     "Lion",
     "LoadReport",
     "MemoryReport",
@@ -107,11 +113,14 @@ __all__ = [
     "Rprop",
     "SparseAdam",
     "StableAdamW",
+    "as_module",
+    "check_numerics",
     "compile_report",
     "create",
     "explain",
     "from_torch",
     "full_precision_state_dict",
+    "health",
     "list_optimizers",
     "load_full_precision_state_dict",
     "load_named_state_dict",
@@ -127,18 +136,28 @@ __all__ = [
     "to_low_precision",
 ]
 
-
 _LAZY = {
+    "CompileReport": "compiled_optim.reports.compile",
+    "Explanation": "compiled_optim.reports.explain",
+    "Finding": "compiled_optim.reports.finding",
+    "HealthReport": "compiled_optim.reports.health",
+    "MemoryReport": "compiled_optim.reports.memory",
+    "NumericsReport": "compiled_optim.reports.numerics",
+    "as_module": "compiled_optim.step_module",
+    "check_numerics": "compiled_optim.reports.numerics",
+    "compile_report": "compiled_optim.reports.compile",
+    "explain": "compiled_optim.reports.explain",
     "from_torch": "compiled_optim.interop.from_torch",
+    "health": "compiled_optim.reports.health",
+    "memory_report": "compiled_optim.reports.memory",
     "optimi_state_dict": "compiled_optim.interop.optimi",
 }
-"""The modules of functions that few programs call, by function; each is imported at its first use."""
-
+"""The modules of public names that are imported at their first use. No module beside this one may have such a name."""
 
 if not TYPE_CHECKING:  # else, to type checkers, the module would have every name
 
     def __getattr__(name: str) -> Any:
-        """Import an optimizer, ``mup``, or a function of ``_LAZY`` at its first use: few programs use many of them."""
+        """Import an optimizer, ``mup`` or a name of ``_LAZY`` at its first use: few programs use many, each takes time."""
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         if name in _LAZY:

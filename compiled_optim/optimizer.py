@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar, cast, overload
+from typing import Any, ClassVar, Literal, ParamSpec, TypeVar, cast, overload
 
 import torch
 from torch import Tensor
@@ -40,13 +40,8 @@ from compiled_optim.rule.transforms import Split, cautious, check_decay, decay, 
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine, refuse_whole
-from compiled_optim.step.health import HealthReport, report
-from compiled_optim.step.numerics import NumericsReport, check_numerics
-from compiled_optim.step.rule_step import RuleStep
+from compiled_optim.step.rule_step import RuleStep, step_with_rule
 from compiled_optim.step.step import Step
-
-if TYPE_CHECKING:
-    from compiled_optim.step.module import StepModule
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -353,59 +348,18 @@ class CompiledOptimizer(Declared, Optimizer):
         clipping = self._engine.clipping
         return clipping.outcome(clipping.device)[2]
 
-    @outside_dynamo
-    def check_numerics(self) -> NumericsReport:
-        """Report which parameters the next step is too small to move. It changes nothing, and waits for the device.
-
-        The next step is computed from the present gradients, which must be unscaled; a parameter without one moves by its
-        momentum. The report's ``stuck`` lists such parameters, the worst first; ``uneven`` lists those whose 8-bit state is
-        too coarse. Print the report for advice. ``NotImplementedError`` if steps need a closure.
-        """
-        with self._engine.lock:
-            return check_numerics(self._engine)
-
-    def as_module(self) -> StepModule:
-        """Return the step as a module, for training steps that torch compiles to a file; see ``tools/recipes/kept_step.py``.
-
-        Its buffers are the optimizer's live tensors: state, step counts, hyperparameters and constants. They are named by
-        parameter or group, such as ``exp_avg/0-weight`` and ``lr/0/0``. ``forward(params, grads)`` is the step, for code
-        that compilers make; both are lists in the order of the module's ``names``.
-
-        Raises:
-            RuntimeError: steps cannot be inlined, or ``lowering`` is not ``"inductor"``.
-        """
-        from compiled_optim.step.module import StepModule
-
-        return StepModule(self._engine)
-
     def watch_health(self, on: bool = True) -> None:
-        """Let further steps record how they change a few elements of each parameter, for :meth:`health`; False ends that.
+        """Let further steps record how they change a few elements of each parameter, for ``co.health``; False ends that.
 
         Steps with gradient release and of several micro-batches are not watched. In a function that you compile, a watched
         step is a custom operator. Graphs are captured again. ``NotImplementedError`` if steps need a closure.
         """
         with self._engine.lock:
-            self._watchable()
+            step_with_rule(self._engine, "be watched")
             if bool(on) != self._engine.is_watching:
                 self._engine.is_watching = bool(on)
                 self._engine.changes.pending = True
                 self._engine.current()
-
-    def health(self, least_steps: int = 2) -> HealthReport:
-        """Report, by name, which parameters do not train as they should. It changes nothing, and waits for the device.
-
-        Call :meth:`watch_health` first, and a few steps later this: before gradients are dropped, since zeros are reported
-        of parameters whose present gradient is 0 too. A problem is reported once it lasted ``least_steps`` steps.
-        ``NotImplementedError`` if steps need a closure.
-        """
-        with self._engine.lock:
-            step = self._watchable()
-            return report(self._engine, [lowering.plan for lowering in step.lowerings], step.watches.values(), least_steps)
-
-    def _watchable(self) -> RuleStep:
-        if not isinstance(step := self._engine.current(), RuleStep):
-            raise NotImplementedError(f"{type(self).__name__} cannot be watched: its steps need a closure")
-        return step
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.
@@ -703,6 +657,13 @@ def engine_of(optimizer: CompiledOptimizer) -> Engine:
     return optimizer._engine
 
 
+def checked_engine(optimizer: Any, function: str) -> Engine:
+    """Return the engine of ``optimizer``; ``TypeError`` that names ``function`` if it is not one of this package."""
+    if not isinstance(optimizer, CompiledOptimizer):
+        raise TypeError(f"{function} takes an optimizer of compiled_optim, got {type(optimizer).__name__}")
+    return engine_of(optimizer)
+
+
 def prepare_load(
     optimizer: CompiledOptimizer, state_dict: Any, strict: bool, hyperparameters: Literal["checkpoint", "keep"]
 ) -> PreparedLoad:
@@ -725,7 +686,7 @@ def prepare_load(
     load = step.prepare_load(saved, functools.partial(prepare, strict=strict, hyperparameters=hyperparameters))
 
     def note_load() -> None:
-        for watch in optimizer._watchable().watches.values() if engine.is_watching else ():
+        for watch in step_with_rule(engine, "be watched").watches.values() if engine.is_watching else ():
             watch.note_load()
 
     load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]

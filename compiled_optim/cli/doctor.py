@@ -56,7 +56,7 @@ def _checks() -> Iterator[tuple[str, str, str, str]]:
         for name in ("adamw", "muon"):  # one works element by element, the other on matrices
             report, messages = _step(name, device)
             cache = report.cache
-            reasons = [*report.fallbacks, *messages]
+            reasons = [*(finding.evidence for finding in report.findings), *messages]
             how = f"{report.lowering}, first step {report.seconds:.1f} s of compiling and loading"
             advice = "" if not reasons else "see the reason"
             yield f"{name} on {device}", _FALLBACK if reasons else _OK, "; ".join(reasons) or how, advice
@@ -109,7 +109,7 @@ def _step(name: str, device: str) -> tuple[co.CompileReport, list[str]]:
         optimizer.step()
     messages = [str(w.message).removeprefix("compiled_optim: ") for w in caught if "compiled_optim" in str(w.message)]
     report = co.compile_report(optimizer)
-    return report, [message for message in messages if not any(reason in message for reason in report.fallbacks)]
+    return report, [message for message in messages if not any(each.evidence in message for each in report.findings)]
 
 
 def _directory(name: str, path: Path, variable: str) -> tuple[str, str, str, str]:

@@ -38,7 +38,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Explain the model. Return 1 if there are warnings."""
+    """Explain the model. Return 1 if there are findings."""
     model = made_model(options.model, options.device, options.dtype)
     optimizer = created(options.optimizer, model, options.set)
     explained, memory = co.explain(model, optimizer), co.memory_report(optimizer)
@@ -62,10 +62,10 @@ def run(options: argparse.Namespace) -> int:
         "bytes": sizes,
         "step": step,
         "parameters": explained.records,
-        "warnings": [finding._asdict() for finding in explained.warnings],
+        "findings": [vars(finding) for finding in explained.findings],
     }
-    show(options, records, lambda: _drawn(records, [str(w) for w in explained.warnings]))
-    return 1 if explained.warnings else 0
+    show(options, records, lambda: _drawn(records, [str(each) for each in explained.findings]))
+    return 1 if explained.findings else 0
 
 
 def made_model(source: str, device: str, dtype: str | None) -> torch.nn.Module:

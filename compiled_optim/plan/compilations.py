@@ -1,4 +1,4 @@
-"""The key of a compiled kernel, and the log of an optimizer's compiled code: compilations, causes, fallbacks."""
+"""The key of a compiled kernel; the log of an optimizer's compiled code: compilations, causes, fallbacks; their budget."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ K = TypeVar("K")
 
 
 class RecompileError(RuntimeError):
-    """Raised before a repeated compilation or capture where :func:`compiled_optim.no_recompiles` forbids it."""
+    """Raised before a repeated compilation or capture where :func:`no_recompiles` forbids it."""
 
 
 @dataclass(frozen=True)
@@ -115,16 +115,34 @@ class Compilation:
     loaded: bool = False
 
 
-_budgets: list[int] = []  # the recompilations that each open forbidding_recompilation() block still allows
+_budgets: list[int] = []  # the recompilations that each open no_recompiles() block still allows
 
 
 @contextlib.contextmanager
-def forbidding_recompilation(budget: int = 0) -> Iterator[None]:
-    """Make every recompilation and re-capture of an optimizer's step after the first ``budget`` raise RecompileError."""
+def no_recompiles(budget: int = 0) -> Iterator[None]:
+    """Forbid recompilation and re-capture inside a ``with`` block.
+
+    It covers optimizer steps, the graphs of ``co.CUDAGraphRunner`` and, without a budget, every other function under
+    ``torch.compile``. First compilations and first captures are allowed.
+
+    Args:
+        budget: how many recompilations and re-captures are allowed, counted over all optimizers.
+
+    Raises:
+        RecompileError: the message names the change, with old and new value. The optimizer has not taken the step.
+        ValueError: ``budget`` is negative.
+    """
+    if budget < 0:
+        raise ValueError(f"budget must be >= 0, got {budget}")
     depth = len(_budgets)
     _budgets.append(budget)
     try:
-        yield
+        with torch.compiler.set_stance("fail_on_recompile" if budget == 0 else "default"):
+            yield
+    except RuntimeError as error:
+        if isinstance(error, RecompileError) or "Detected recompile" not in str(error):
+            raise
+        raise RecompileError(str(error)) from error
     finally:
         del _budgets[depth:]
 

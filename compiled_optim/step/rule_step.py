@@ -24,8 +24,8 @@ from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Rule
 from compiled_optim.step.engine import Engine
-from compiled_optim.step.health import KernelLooks, Looks, Watch
 from compiled_optim.step.step import Gradients, Step
+from compiled_optim.step.watch import KernelLooks, Looks, Watch
 
 
 class RuleStep(Step):
@@ -316,3 +316,10 @@ class RuleStep(Step):
         for lowering in self._capturable:
             lowering.hypers.refresh()
         return (self._square_sums, *self.lowerings, *(lowering.hypers.copied() for lowering in self._capturable))
+
+
+def step_with_rule(engine: Engine, action: str) -> RuleStep:
+    """Return the present step of ``engine``; ``NotImplementedError`` that it cannot do ``action`` if it has no rule."""
+    if not isinstance(step := engine.current(), RuleStep):
+        raise NotImplementedError(f"{engine.kind.__name__} cannot {action}: its steps need a closure")
+    return step

@@ -196,7 +196,7 @@ class TestExplain:
     def test_warnings_are_findings(self, tiny: str, told: Any, drawn: Any) -> None:
         status, records = told("explain", f"{tiny}:matrices", "--optimizer", "muon")
         assert status == 1
-        assert [(w["kind"], w["names"]) for w in records["warnings"]] == [("embedding", ["0.weight"])]
+        assert [(finding["name"], finding["params"]) for finding in records["findings"]] == [("embedding", ["0.weight"])]
         status, text = drawn("explain", f"{tiny}:matrices", "--optimizer", "muon")
         assert status == 1
         assert "! (embedding): 0.weight: Muon orthogonalizes an embedding" in text

@@ -295,7 +295,7 @@ def test_three_hundred_steps_in_which_everything_changes(dtype: torch.dtype, cls
     assert report.recompiles == 0
     assert report.compiles == first.compiles == (0 if lowering == "eager" else len(report.kernels))
     assert report.kernels == first.kernels
-    assert report.fallbacks == ()
+    assert report.findings == ()
     assert report.steps == 300
     whole = [torch.cat([p.detach().double().flatten() for p in params]) for params in (mine, theirs)]
     assert relative_error(whole[:1], whole[1:]) < (1e-6 if dtype == torch.float32 else 1e-12)

@@ -630,7 +630,7 @@ def test_reports_cover_both_rules() -> None:
     reported = str(co.memory_report(one))
     assert "exp_avg_sq" in reported
     assert "momentum_buffer" in reported
-    assert one.check_numerics().checked
+    assert co.check_numerics(one).checked
     assert "AdamW" in repr(one)
 
 
@@ -758,9 +758,9 @@ class TestMuonAdamW:
         assert {r["name"]: r["why"] for r in co.explain(model, one).records}["scan.A_log"] == "is not called a weight"
         other = co.MuonAdamW(model, adamw="tok*|out*")
         assert {"scan.A_log", "weighting.table"} <= {*names(other, co.MuonAdamW)}
-        assert not [finding for finding in co.explain(model, other).warnings if finding.kind == "bare"]
-        found = co.explain(model, co.Muon([("scan.A_log", model.scan.A_log)])).warnings
-        assert [finding.names for finding in found if finding.kind == "bare"] == [("scan.A_log",)]
+        assert not [finding for finding in co.explain(model, other).findings if finding.name == "bare"]
+        found = co.explain(model, co.Muon([("scan.A_log", model.scan.A_log)])).findings
+        assert [finding.params for finding in found if finding.name == "bare"] == [("scan.A_log",)]
 
     def test_is_explained(self) -> None:
         model = GPT()
@@ -768,7 +768,7 @@ class TestMuonAdamW:
         rules = {r["name"]: (r["rule"], r["why"]) for r in explained.records}
         assert rules["blocks.0.qkv.weight"] == ("Muon", "a matrix that no pattern matches")
         assert rules["tok.weight"] == ("AdamW", "is an embedding")
-        assert explained.warnings == ()
+        assert explained.findings == ()
 
     def test_stacks_and_splits_are_explained(self) -> None:
         params = {"experts": torch.randn(4, 6, 5), "qkv": torch.randn(12, 5), "gqa": torch.randn(16, 5)}
@@ -776,7 +776,7 @@ class TestMuonAdamW:
         one = co.MuonAdamW(params, stacks=("experts",), split={"qkv": 3, "gqa": (8, 4, 4)})
         explained = {r["name"]: r["matrices"] for r in co.explain(params, one).records}
         assert explained == {"experts": [4, 6, 5], "qkv": [3, 4, 5], "gqa": [1, "8+4+4", 5]}
-        assert co.explain(params, one).warnings == ()
+        assert co.explain(params, one).findings == ()
 
     def test_each_half_of_a_group_takes_the_numbers_that_its_rule_has(self) -> None:
         model = GPT()

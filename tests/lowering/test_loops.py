@@ -226,7 +226,7 @@ def test_other_rules_are_compiled_by_inductor(kind: type[co.CompiledOptimizer]) 
     reference.step()
     assert relative_error(params, twins) < 1e-6
     assert not any(isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer))
-    assert len(co.compile_report(optimizer).fallbacks) == 1
+    assert [finding.name for finding in co.compile_report(optimizer).findings] == ["slower"]
 
 
 STORED = [
@@ -392,13 +392,15 @@ def test_what_inductor_compiles_is_said_once(granularity: str, update: Any, fiel
         engine_of(optimizer).current()  # as a step does, before it compiles
     (warned,) = caught
     report = co.compile_report(optimizer)
-    assert report.fallbacks == (str(warned.message).removeprefix("compiled_optim: ").partition("; that")[0],)
-    assert re.search(r"Made\.update " + said, report.fallbacks[0])
-    assert f"of {Path(__file__).name}: return dict(" in report.fallbacks[0]
+    (finding,) = report.findings
+    assert finding.said == str(warned.message).removeprefix("compiled_optim: ")
+    assert finding.advice.startswith("that ")
+    assert re.search(r"Made\.update " + said, finding.evidence)
+    assert f"of {Path(__file__).name}: return dict(" in finding.evidence
     assert "Slower than it could be" in str(report)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert co.compile_report(kind(params, lr=0.05, lowering="inductor")).fallbacks == ()
+        assert co.compile_report(kind(params, lr=0.05, lowering="inductor")).findings == ()
 
 
 @pytest.mark.full
@@ -426,7 +428,7 @@ def test_what_loops_cannot_do_goes_another_way(
     found = {isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer)}
     is_written = not said or (update is _lower_precision and dtype == torch.float32)
     assert found == {is_written}
-    assert len(co.compile_report(optimizer).fallbacks) == (not is_written)
+    assert [finding.name for finding in co.compile_report(optimizer).findings] == ["slower"] * (not is_written)
 
 
 def test_state_of_another_shape_is_not_taken() -> None:

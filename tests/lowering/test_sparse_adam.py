@@ -168,7 +168,7 @@ def test_nothing_recompiles_while_entries_and_hyperparameters_change(lowering: s
         reference.step()
     report = co.compile_report(optimizer)
     assert report.compiles == 1
-    assert report.fallbacks == ()
+    assert report.findings == ()
     assert report.lowering == lowering
     assert relative_error([param], [twin]) < 1e-14
 

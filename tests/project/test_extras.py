@@ -24,7 +24,7 @@ EXTRAS = {
     "tests/trainers": "full",
     "compiled_optim/interop": "convert",
     "compiled_optim/cli": "cli",
-    "compiled_optim/explain.py": "tables",
+    "compiled_optim/reports/explain.py": "tables",
     "tools": "",
     "tools/demo": "demo",
     "tools/manual": "docs",
@@ -35,7 +35,7 @@ EXTRAS = {
 
 WITHOUT = {
     (
-        "compiled_optim/explain.py",
+        "compiled_optim/reports/explain.py",
         "rich",
     ): "m = torch.nn.Linear(2, 2); co.explain(m, co.SGD(m.named_parameters())).__rich__()",
     (

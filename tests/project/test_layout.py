@@ -34,8 +34,8 @@ FLOORS = [
     {"lowering"},
     {"step"},
     {"optimizer", "model"},
-    {"by_name", "optimizers", "release", "report"},
-    {"capture", "catalogue", "explain", "full_precision", "simulated"},
+    {"by_name", "optimizers", "release", "step_module"},
+    {"capture", "catalogue", "full_precision", "reports", "simulated"},
     {"interop"},
     {"cli"},
     {"__main__"},
@@ -115,7 +115,7 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 3134,
+    "": 2659,
     "capture": 1129,
     "checkpoint": 1134,
     "cli": 1189,
@@ -124,10 +124,11 @@ BUDGET = {
     "lowering": 5138,
     "memory": 1307,
     "optimizers": 1924,
-    "plan": 874,
+    "plan": 892,
+    "reports": 933,
     "rule": 2856,
     "simulated": 755,
-    "step": 2174,
+    "step": 1762,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

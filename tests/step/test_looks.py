@@ -70,11 +70,11 @@ def test_they_compile_without_spills(arch: int, name: str, wide: str) -> None:
     from triton.backends.compiler import GPUTarget
 
     from compiled_optim.lowering.kernels.triton import OPTIONS
-    from compiled_optim.step import health, sample_kernels
+    from compiled_optim.step import sample_kernels, watch
 
     function = getattr(sample_kernels, name)
     types = dict.fromkeys(function.arg_names, "*i64") | dict.fromkeys(("before", "table"), f"*{wide}") | {"outcome": "*fp64"}
-    constants = {"elements": health.ELEMENTS, "steps": health.STEPS}
+    constants = {"elements": watch.ELEMENTS, "steps": watch.STEPS}
     types = {argument: "constexpr" if argument in constants else types[argument] for argument in function.arg_names}
     source = triton.compiler.ASTSource(function, types, constexprs={k: v for k, v in constants.items() if k in types})
     kernel = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=OPTIONS)

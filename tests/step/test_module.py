@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.step.module import differences
+from compiled_optim.step_module import differences
 
 pytestmark = pytest.mark.full
 
@@ -32,7 +32,7 @@ X = torch.linspace(-1, 1, 24).view(6, 4)
 def test_other_steps_are_no_module(make: Callable[[Tensor], Any], reason: str) -> None:
     optimizer = make(nn.Parameter(torch.ones(4, 4)))
     with pytest.raises(RuntimeError, match=f"a step of .* cannot be a module: .*{reason}"):
-        optimizer.as_module()
+        co.as_module(optimizer)
 
 
 def test_a_module_is_a_step() -> None:
@@ -44,7 +44,7 @@ def test_a_module_is_a_step() -> None:
         sides.append((model, co.SGD(groups, lr=0.1, momentum=0.9, lowering=lowering)))
     (ours, optimizer), (theirs, twin) = sides
     theirs.load_state_dict(ours.state_dict())
-    step = optimizer.as_module()
+    step = co.as_module(optimizer)
     assert step.names == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
     buffers = dict(step.named_buffers())
     assert {"momentum_buffer/layers-0-weight", "lr/0/0", "lr/1/0", "momentum/0/0", "scalars/0"} <= buffers.keys()
@@ -83,7 +83,7 @@ CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
 def test_a_module_of_an_optimizer_that_changed_refuses(change: str) -> None:
     weight = nn.Parameter(torch.ones(2, dtype=torch.float64))
     optimizer = co.SGD([("weight", weight)], lr=0.1, lowering="inductor")
-    step = optimizer.as_module()
+    step = co.as_module(optimizer)
     step.check()
     CHANGES[change][0](optimizer)
     for use in (step.check, lambda: [*step.named_buffers()], lambda: step([weight], [torch.ones(2)])):
@@ -118,7 +118,7 @@ def _side(lowering: str = "inductor") -> tuple[dict[str, Tensor], Any]:
 def _check_precompiled(train: Callable[..., Tensor]) -> None:
     """That code which was made with another optimizer does what eager steps do, and refuses an optimizer that changed."""
     (ours, optimizer), (theirs, twin) = _side(), _side("eager")
-    step, inputs = optimizer.as_module(), (X, X.sum(1, keepdim=True))
+    step, inputs = co.as_module(optimizer), (X, X.sum(1, keepdim=True))
     for i in range(4):
         optimizer.param_groups[0]["lr"] = twin.param_groups[0]["lr"] = 0.05 / (1 + i)
         step.check()
@@ -135,7 +135,7 @@ def _check_precompiled(train: Callable[..., Tensor]) -> None:
 def test_aot_compile_takes_the_module(tmp_path: Path) -> None:
     params, optimizer = _side()
     options = {"guard_filter_fn": torch.compiler.skip_all_guards_unsafe}
-    example = (params, optimizer.as_module(), X, X.sum(1, keepdim=True)), {}
+    example = (params, co.as_module(optimizer), X, X.sum(1, keepdim=True)), {}
     with torch._dynamo.config.patch(trace_autograd_ops=True, enable_aot_compile=True):
         compiled = torch.compile(_train_step, fullgraph=True, options=options)
         compiled.aot_compile(example).save_compiled_function(str(tmp_path / "code"))
@@ -147,7 +147,7 @@ def test_aot_compile_takes_the_module(tmp_path: Path) -> None:
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_precompile_takes_the_module(tmp_path: Path, backend: str) -> None:
     params, optimizer = _side()
-    step = optimizer.as_module()
+    step = co.as_module(optimizer)
     example = params, step, X, X.sum(1, keepdim=True)
     precompile: Any = torch.compiler.precompile
     if hasattr(precompile, "capture"):

@@ -21,7 +21,7 @@ from compiled_optim.capture import graph
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.optimizer import engine_of
-from compiled_optim.step import health
+from compiled_optim.step import watch as watch_module
 
 STEPS = 5
 LAUNCHED: list[str] = []  # names of kernels, in order
@@ -134,7 +134,7 @@ def tables(case: str, *, captured: bool) -> tuple[list[Tensor], list[str]]:
 def differences(case: str, *, captured: bool) -> Iterator[str]:
     """What a step with kernels launches, and where its tables differ."""
     found, launched = tables(case, captured=captured)
-    with mock.patch.object(health, "TritonKernel", type(None)):
+    with mock.patch.object(watch_module, "TritonKernel", type(None)):
         expected, plain = tables(case, captured=False)
     yield " ".join(name for name in launched if name not in plain)
     for ours, theirs in zip(found, expected, strict=True):
@@ -147,7 +147,7 @@ def main() -> None:
     quick_interpreter.install()
     convert_bfloat16()
     multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
-    triton.prepared = health.prepared = prepared  # type: ignore[assignment]
+    triton.prepared = watch_module.prepared = prepared  # type: ignore[assignment]
     found = {case: [*differences(case, captured=False)] for case in CASES}
     graph.GRAPHS["cpu"] = LaunchGraph  # type: ignore[assignment]
     found |= {f"captured {case}": [*differences(case, captured=True)] for case in ("float32", "skipping")}

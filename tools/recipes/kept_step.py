@@ -1,7 +1,7 @@
 """Compile a training step once and keep it in a file: later processes load it, and trace and compile nothing.
 
-`opt.as_module()` is the step for `aot_compile`. Compiled code finds the state, step counts and learning rate by name in the
-module that it is called with. Load only files that you trust.
+`co.as_module(opt)` is the step for `aot_compile`. Compiled code finds the state, step counts and learning rate by name in
+the module that it is called with. Load only files that you trust.
 """
 
 import subprocess
@@ -18,7 +18,7 @@ y = x.sin().sum(1, keepdim=True)
 model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
 opt = co.AdamW(model.named_parameters(), lr=1e-2, max_grad_norm=1.0, lowering="inductor")
 sched = torch.optim.lr_scheduler.CosineAnnealingLR(opt, T_max=20)
-step = opt.as_module()
+step = co.as_module(opt)
 
 
 def train_step(model, step, x, y):

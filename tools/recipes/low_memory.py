@@ -34,12 +34,17 @@ def train(title, dtype, **options):
     return model, opt
 
 
+def stuck(opt):
+    """Count the parameters that the next step is too small to move."""
+    return sum(finding.name == "too small" for finding in co.check_numerics(opt).findings)
+
+
 train("float32", torch.float32)
 model, opt = train("split8, int8", torch.bfloat16, weights="split8", state_dtype="int8", exclude=["*bias"])
 whole = co.full_precision_state_dict(model, opt)  # to save: all the bits, in float32
-print(f"  saved as {whole['0.weight'].dtype}; stuck: {len(opt.check_numerics().stuck)} parameters")
+print(f"  saved as {whole['0.weight'].dtype}; stuck: {stuck(opt)} parameters")
 model, opt = train("bfloat16", torch.bfloat16)
-print(f"  stuck: {len(opt.check_numerics().stuck)} parameters")
+print(f"  stuck: {stuck(opt)} parameters")
 
 # Prints, in 18 s:
 # float32: 16.0 bytes per parameter, loss 2.118

@@ -1,6 +1,6 @@
 """Muon for the matrices of hidden layers and AdamW for the rest, as one optimizer: one schedule, one clip, one checkpoint.
 
-``co.explain`` tells which rule each parameter has and why, before you train. ``opt.health()`` lists afterwards those that
+``co.explain`` tells which rule each parameter has and why, before you train. ``co.health(opt)`` lists afterwards those that
 may not have trained.
 """
 
@@ -42,7 +42,7 @@ for step in range(60):
     sched.step()
     if step in (0, 59):
         print(f"step {step}: loss {loss:.2f}")
-print(opt.health())
+print(co.health(opt))
 
 # Prints, in 4 s:
 # embed.weight: AdamW, lr 0.00300, matches '*embed*'

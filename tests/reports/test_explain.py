@@ -57,7 +57,7 @@ class TestRecords:
     def test_a_gpt(self) -> None:
         model = GPT()
         found = co.explain(model, co.MuonAdamW(model, **NUMBERS))
-        assert found.warnings == ()
+        assert found.findings == ()
         records = by_name(found)
         assert [*records] == [name for name, _ in model.named_parameters()]
         assert [name for name, record in records.items() if record["matrices"]] == MATRICES
@@ -125,7 +125,7 @@ class TestRecords:
         assert [r["rule"] for r in found.records] == ["AdamW", "AdamW", "SGD", "AdamW", "AdamW"]
         assert [r["weight_decay"] for r in found.records] == [0.01, 0.01, 0.0, 0.01, 0.01]
         assert [r["group"] for r in found.records] == [0, 1, 2, 3, 4]
-        assert found.warnings == ()
+        assert found.findings == ()
 
     def test_precision(self) -> None:
         big, kept, full = (nn.Parameter(torch.zeros(64, 64, dtype=d)) for d in (torch.bfloat16,) * 2 + (torch.float32,))
@@ -172,7 +172,7 @@ class TestRecords:
         assert (record["rule"], record["lr"], record["why"]) == (kind.__name__, 0.25, "default")
         assert record["weight_decay"] == made.param_groups[0].get("weight_decay")
         assert record["state_bytes"] == sum(co.memory_report(made).state.values()) > 0
-        assert found.warnings == ()
+        assert found.findings == ()
 
     def test_json_can_hold_them(self) -> None:
         model = GPT()
@@ -189,7 +189,7 @@ class TestRecords:
         with torch.device("meta"):
             model = GPT()
         found = co.explain(model, co.MuonAdamW(model, **NUMBERS))
-        assert found.warnings == ()
+        assert found.findings == ()
         plain = GPT()
         assert found.records == co.explain(plain, co.MuonAdamW(plain, **NUMBERS)).records
 
@@ -197,7 +197,7 @@ class TestRecords:
         model = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9).requires_grad_(False))
         for params in (model.parameters(), model[0].parameters()):
             found = co.explain(model, co.AdamW(params))
-            assert found.warnings == ()
+            assert found.findings == ()
             assert [record["state_bytes"] > 0 for record in found.records] == [True, True, False, False]
         assert [record["rule"] for record in found.records] == ["AdamW", "AdamW", None, None]
         assert found.records[2]["why"] == "it requires no gradient"
@@ -207,11 +207,11 @@ class TestRecords:
         model = GPT()
         made = co.MuonAdamW(model, lr_scale={"wte.weight": 0.5}, **NUMBERS)
         plain, wrapped = co.explain(model, made), co.explain(wrap(model), made)
-        assert wrapped.warnings == ()
+        assert wrapped.findings == ()
         assert [r["name"].split(".", 1)[1] for r in wrapped.records] == [r["name"] for r in plain.records]
         other = co.MuonAdamW(wrap(model), lr_scale={"wte.weight": 0.5}, **NUMBERS)
         found = co.explain(model, other)
-        assert found.warnings == ()
+        assert found.findings == ()
         assert found.records == plain.records
 
     def test_named_parameters_in_place_of_a_module(self) -> None:
@@ -231,7 +231,7 @@ class TestRecords:
         model.weight = nn.Parameter(distribute_tensor(model.weight.detach(), mesh, [Shard(0)]))
         made = co.Muon(model.named_parameters(), lr=0.5)
         found = co.explain(model, made)
-        assert found.warnings == ()
+        assert found.findings == ()
         (record,) = found.records
         assert record["matrices"] == [1, 64, 16]
         assert record["lr"] == 0.5 * 2
@@ -494,13 +494,13 @@ def a_rule_for_matrices_without_any() -> Case:
 def test_a_mistake_is_the_only_one_found_and_names_its_parameters(name: str) -> None:
     model, optimizers, kind, names = CASES[name]()
     found = co.explain(model, optimizers)
-    (finding,) = found.warnings
-    assert (finding.kind, [*finding.names]) == (kind, names)
+    (finding,) = found.findings
+    assert (finding.name, [*finding.params]) == (kind, names)
     last = str(found).splitlines()[-1]
     assert last == str(finding)
     assert last.startswith(f"warning ({kind}): ")
     assert all(name in last for name in names[:3])
-    assert finding.message in last
+    assert finding.evidence in last
 
 
 @pytest.mark.parametrize(
@@ -523,8 +523,8 @@ def test_a_mistake_is_the_only_one_found_and_names_its_parameters(name: str) -> 
 )
 def test_a_message_says_what_to_look_at(name: str, said: str) -> None:
     model, optimizers, _, _ = CASES[name]()
-    (finding,) = co.explain(model, optimizers).warnings
-    assert said in finding.message
+    (finding,) = co.explain(model, optimizers).findings
+    assert said in finding.evidence
 
 
 def test_the_record_of_a_parameter_in_two_optimizers_is_the_firsts() -> None:
@@ -538,16 +538,16 @@ def test_a_lazy_layer_takes_no_place_of_another() -> None:
     model = nn.Sequential(nn.Linear(9, 9))
     made = co.AdamW(model.parameters())
     model[0] = nn.LazyLinear(9)
-    replaced, missing = co.explain(model, made).warnings
-    assert (replaced.kind, missing.kind) == ("replaced", "missing")
-    assert "other tensors there: 0.bias" not in replaced.message
-    assert missing.names == ("0.weight", "0.bias")
+    replaced, missing = co.explain(model, made).findings
+    assert (replaced.name, missing.name) == ("replaced", "missing")
+    assert "other tensors there: 0.bias" not in replaced.evidence
+    assert missing.params == ("0.weight", "0.bias")
 
 
 def test_many_names_are_shortened_in_the_table_alone() -> None:
     model = {f"w{i}": matrix(9, 1) for i in range(5)}
-    (finding,) = co.explain(model, co.Muon(model.values())).warnings
-    assert [*finding.names] == [*model]
+    (finding,) = co.explain(model, co.Muon(model.values())).findings
+    assert [*finding.params] == [*model]
     assert "(narrow): w0, w1, w2 and 2 more: " in str(finding)
 
 
@@ -619,14 +619,14 @@ def a_lazy_layer() -> tuple[Any, Any]:
 @pytest.mark.parametrize("name", CLEAN)
 def test_nothing_is_found_where_nothing_is_wrong(name: str) -> None:
     found = co.explain(*CLEAN[name]())
-    assert found.warnings == ()
+    assert found.findings == ()
     assert "warning" not in str(found)
 
 
 def test_what_a_pattern_names_is_asked_of_the_rules_own_options() -> None:
     """The same parameter without the option is found."""
     model, made = turned_into((4, 9, 9), mentions=())
-    assert [finding.kind for finding in co.explain(model, made).warnings] == ["axes"]
+    assert [finding.name for finding in co.explain(model, made).findings] == ["axes"]
 
 
 def test_roles_of_weights() -> None:
@@ -666,7 +666,7 @@ def test_it_changes_nothing(pending: bool) -> None:
     assert {k: v for k, v in after.items() if k not in ("state", "groups")} == {
         k: v for k, v in before.items() if k not in ("state", "groups")
     }
-    assert [f.kind for f in found.warnings] == ["replaced"] * pending
+    assert [f.name for f in found.findings] == ["replaced"] * pending
     assert ("late" in {r["name"] for r in found.records}) == pending
 
 
@@ -689,7 +689,7 @@ def test_it_does_not_wait_for_a_device() -> None:
         assert {operator.name for operator in recorder.take().operators} <= {"detach"}
     assert [record["lr"] for record in found.records] == ["on cuda:0", "on cuda:0", 0.25, 0.125]
     assert [record["weight_decay"] for record in found.records] == [0.01, 0.01, "on cuda:0", 0.01]
-    assert found.warnings == ()
+    assert found.findings == ()
     assert json.loads(json.dumps(found.records)) == found.records
 
 

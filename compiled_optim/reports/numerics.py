@@ -1,9 +1,9 @@
-"""Detection of parameters that a step is too small to move, in the dtype in which they are stored."""
+"""Report the parameters that a step is too small to move, in the dtype in which they are stored."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,99 +13,87 @@ from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import Totals, lower
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.layout import MemoryOrder, as_real, flat
+from compiled_optim.memory.torch_internals import outside_dynamo
+from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
 from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.reports.finding import Finding
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, code_name, scale_name
 from compiled_optim.state import ParamState, decoded, weight
-from compiled_optim.step.engine import Engine
-from compiled_optim.step.rule_step import RuleStep
+from compiled_optim.step.rule_step import step_with_rule
 
 _CHOICES = ("weights", "state_dtype")  # of the storage of weights and state
-
-
-@dataclass(frozen=True)
-class StuckParameter:
-    """A parameter in which a step moves less than half of the elements that the rule would move.
-
-    Attributes:
-        name: the parameter's name.
-        share: the share that stays of the elements that the rule would move, from 0.5 to 1.
-        lr: the learning rate of its group.
-        weight: the median magnitude of those that stay; the next two are medians too.
-        needed: the smallest step that moves them, half the distance to the next number that can be stored.
-        available: the step that the optimizer takes.
-        remedy: an option that would move them.
-    """
-
-    name: str
-    share: float
-    lr: float
-    weight: float
-    needed: float
-    available: float
-    remedy: str
-
-    def __str__(self) -> str:
-        return (
-            f"'{self.name}': at lr {self.lr:.3g}, {self.share:.0%} of it does not move: a weight of {self.weight:.2g} needs "
-            f"a step of {self.needed:.2g}, and gets {self.available:.2g}; {self.remedy}"
-        )
+_STAYS = (
+    "at lr {lr:.3g}, {share:.0%} of it does not move: a weight of {weight:.2g} needs a step of {needed:.2g}, and gets "
+    "{available:.2g}"
+)
+_UNEVEN = (
+    f"in {{share:.0%}} of the groups of {GROUP}, half of the gradients and moments are less than a tenth of the largest, "
+    "and slowed by 8 bits"
+)
 
 
 @dataclass(frozen=True)
 class NumericsReport:
-    """The result of an optimizer's ``check_numerics``.
+    """The result of :func:`check_numerics`.
 
     Attributes:
         optimizer: the class name.
         checked: the names of the parameters that a step would move.
-        stuck: those that it moves too little, the worst first.
-        uneven: for parameters with 8-bit state, by name, the share of the groups of 64 elements that are uneven: half
-            of the elements have gradients and moments below a tenth of the group's largest. 8 bits slow these elements.
+        findings: each about one parameter. ``"too small"``, the worst first: a step moves less than half of the elements
+            that the rule would move. ``figures`` has ``share``, the share that stays of these elements, from 0.5 to 1;
+            ``lr``, the learning rate of the group; ``weight``, the median magnitude of those that stay; and two more
+            medians: ``needed``, the smallest step that moves them, half the distance to the next number that can be
+            stored, and ``available``, the step that the optimizer takes. ``"uneven"``: the state has 8 bits, which slow
+            some elements; ``share`` of the groups of 64 elements are uneven, with gradients and moments of half of the
+            elements below a tenth of the group's largest.
     """
 
     optimizer: str
     checked: tuple[str, ...]
-    stuck: tuple[StuckParameter, ...]
-    uneven: Mapping[str, float] = field(default_factory=dict)
+    findings: tuple[Finding, ...]
 
     def __str__(self) -> str:
-        head = f"{self.optimizer}: the next step is too small for {len(self.stuck)} of {len(self.checked)} parameters"
-        lines = [head, *(f"  {stuck}" for stuck in self.stuck)]
-        for name, share in self.uneven.items():
-            lines.append(
-                f"  '{name}': in {share:.0%} of the groups of {GROUP}, half of the gradients and moments are less than a "
-                "tenth of the largest, and slowed by 8 bits; choose state_dtype=torch.bfloat16, or name it in exclude="
-            )
-        return "\n".join(lines)
+        count = sum(finding.name == "too small" for finding in self.findings)
+        head = f"{self.optimizer}: the next step is too small for {count} of {len(self.checked)} parameters"
+        return "\n".join([head, *(f"  '{finding.params[0]}': {finding.said}" for finding in self.findings)])
 
 
+@outside_dynamo
 @torch.no_grad()
-def check_numerics(engine: Engine) -> NumericsReport:
-    """Take the engine's next step on copies in float64, one parameter at a time, and compare it with what is stored.
+def check_numerics(optimizer: CompiledOptimizer) -> NumericsReport:
+    """Report which parameters the next step is too small to move. It changes nothing, and waits for the device.
 
-    A rule's sums over all parameters are then sums over one parameter.
+    The next step is computed from the present gradients, which must be unscaled, on copies in float64, one parameter at a
+    time. A rule's sums over all parameters are then sums over one parameter. A parameter without a gradient moves by its
+    momentum. Print the report for advice.
 
     Raises:
-        NotImplementedError: the step needs a closure.
-        TypeError, ValueError: a step cannot take a gradient, as :meth:`Plan.read` says.
+        NotImplementedError: steps need a closure.
+        TypeError: ``optimizer`` is not one of this package, or a step cannot take a gradient.
+        RuntimeError, ValueError: a step would be refused, as :meth:`CompiledOptimizer.step` says.
     """
-    current, name = engine.current(), engine.kind.__name__
-    engine.check_numbers()
-    if not isinstance(current, RuleStep):
-        raise NotImplementedError(f"{name} cannot check its numerics: its steps need a closure")
-    Live.send(engine.changes)
-    checked, stuck, uneven = [], [], {}
-    for plan in [lowering.plan for lowering in current.lowerings]:
+    engine = checked_engine(optimizer, "check_numerics")
+    with engine.lock:
+        step = step_with_rule(engine, "check its numerics")
+        engine.check_numbers()
+        Live.send(engine.changes)
+        return _report(engine.kind.__name__, [lowering.plan for lowering in step.lowerings])
+
+
+def _report(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
+    checked, too_small, uneven = [], [], []
+    for plan in plans:
         grads = plan.gradients(list(map(gradient, plan.params)))
         for member, grad in zip(plan.members, grads, strict=True):
             if plan.is_meta or (grad is None and plan.rule.gradients == "sparse"):
                 continue
             grad = torch.zeros_like(member.param) if grad is None else grad  # momentum alone moves the parameter
             if share := _uneven(plan, member, grad):
-                uneven[member.name] = share
+                evidence, advice = _UNEVEN.format(share=share), "choose state_dtype=torch.bfloat16, or name it in exclude="
+                uneven.append(Finding("uneven", (member.name,), evidence, advice, {"share": share}))
             before, after = (as_real(t) for t in _next(plan, member, grad))
             step = (after - before).abs()
             moved = (step > 0) & step.isfinite()
@@ -113,14 +101,16 @@ def check_numerics(engine: Engine) -> NumericsReport:
                 continue
             checked.append(member.name)
             half_unit = _half_unit(before, plan, member)
-            stuck_elements = moved & (step < half_unit)
-            share = (stuck_elements.sum() / moved.sum()).item()
+            stuck = moved & (step < half_unit)
+            share = (stuck.sum() / moved.sum()).item()
             if share > 0.5:
-                lr = float(member.groups[member.group]["lr"])
-                weight, needed, available = (t[stuck_elements].median().item() for t in (before.abs(), half_unit, step))
-                stuck.append(StuckParameter(member.name, share, lr, weight, needed, available, _remedy(plan, member)))
-    stuck.sort(key=lambda each: -each.needed / each.available)
-    return NumericsReport(name, tuple(checked), tuple(stuck), uneven)
+                sizes = {"weight": before.abs(), "needed": half_unit, "available": step}
+                figures = {"share": share, "lr": float(member.groups[member.group]["lr"])}
+                figures |= {name: size[stuck].median().item() for name, size in sizes.items()}
+                evidence = _STAYS.format(**figures)
+                too_small.append(Finding("too small", (member.name,), evidence, _remedy(plan, member), figures))
+    too_small.sort(key=lambda each: -each.figures["needed"] / each.figures["available"])
+    return NumericsReport(optimizer, tuple(checked), (*too_small, *uneven))
 
 
 def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:

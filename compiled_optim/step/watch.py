@@ -1,7 +1,7 @@
-"""Detection of parameters that do not train as they should, from a few elements of each, without waiting for the device.
+"""Records of how steps change a few elements of each parameter, made without waiting for the device.
 
 A step reads up to 128 elements from the middle of each parameter before and after its update. The results go into tables on
-the device, which hold the last 64 steps. Only a report reads them, and then reads all elements of tensors.
+the device, which hold the last 64 steps. Only ``co.health`` reads them, and then reads all elements of tensors.
 """
 
 from __future__ import annotations
@@ -9,15 +9,12 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.groups.parameters import first_three
 from compiled_optim.lowering import multi_tensor
 from compiled_optim.lowering.kernels.table import Launch, upload
 from compiled_optim.lowering.kernels.triton import TritonKernel, prepared
@@ -26,63 +23,10 @@ from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy, sc
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.storage import PARTS
-from compiled_optim.step.engine import Engine
 
 ELEMENTS, STEPS = 128, 64
 KINDS = torch.float16, torch.bfloat16, torch.float32, torch.float64  # dtypes that kernels read, by number
-_LEAST = 16  # steps that say how large a parameter's updates usually are, and elements: those of few often pass through 0
-_DEVIATIONS, _FACTOR = 8.0, 4.0  # how far from the usual an update is unusual: in deviations of its logarithm, and times
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-class Finding(NamedTuple):
-    """An error, or something that is probably a mistake.
-
-    Attributes:
-        kind: a word or two; the class of the report lists them.
-        names: the parameters; none if it is about an option.
-        message: a sentence about them.
-    """
-
-    kind: str
-    names: tuple[str, ...]
-    message: str
-
-    @property
-    def name(self) -> str:
-        """The first parameter, or ""; findings of a :class:`HealthReport` have exactly one."""
-        return self.names[0] if self.names else ""
-
-    def __str__(self) -> str:
-        return f"warning ({self.kind}): {f'{first_three(self.names)}: ' if self.names else ''}{self.message}"
-
-
-@dataclass(frozen=True)
-class HealthReport:
-    """The result of an optimizer's ``health``.
-
-    Attributes:
-        optimizer: the class name.
-        watched: True if steps were watched. Without that, only ``"no gradient"`` and ``"zero moments"`` are found.
-        checked: the names of the parameters.
-        findings: the problems, in the order of the parameters. Their ``kind`` is one of these. ``"no gradient"``: it never
-            had one, and is not frozen. ``"zero gradient"``: its gradients were only zeros. ``"not moved"``: none of its bits
-            has changed since it is watched. ``"too small"``: more than half of its elements with gradients stayed, since
-            their updates are below half a unit of the last digit. ``"zero moments"``: averages are at 0, or were after a
-            load, though it has taken steps. ``"unusual"``: the ratio of update and weight left the range that it had, though
-            ``lr`` does not say so; of 16 elements or more.
-    """
-
-    optimizer: str
-    watched: bool
-    checked: tuple[str, ...]
-    findings: tuple[Finding, ...]
-
-    def __str__(self) -> str:
-        wrong = {finding.name for finding in self.findings}
-        how = "" if self.watched else "; call watch_health() to watch further steps"
-        head = f"{self.optimizer}: {len(wrong)} of {len(self.checked)} parameters may not train{how}"
-        return "\n".join([head, *(f"  {finding}" for finding in self.findings)])
 
 
 class Looks:
@@ -180,27 +124,31 @@ class Watch:
     It continues the tables of ``before``. Its shape is (steps, quantities, parameters). Quantities are the norms of the
     sampled weight, update and gradient, NaN for none; the roots of the numbers of elements that had a gradient and moved,
     and of those that had one; ``lr``, 1 if a rule has none; and whether the step was skipped.
+
+    Attributes:
+        columns: the column of the table for each parameter.
+        lost: by parameter, in words, averages that were at 0 after a load.
     """
 
     def __init__(self, lowering: Lowering, clipping: Clipping, before: Sequence[Watch]) -> None:
         self.plan, self._lowering, self._clipping = lowering.plan, lowering, clipping
-        self._columns = {member.owner: column for column, member in enumerate(self.plan.members)}
+        self.columns = {member.owner: column for column, member in enumerate(self.plan.members)}
         dtypes = [as_real(_weight(member).detach()).dtype for member in self.plan.members]
         dtype, device = functools.reduce(torch.promote_types, dtypes, torch.float32), self.plan.device
         self._table = torch.full((STEPS, 7, len(dtypes)), math.nan, dtype=dtype, device=device)
         self._index = torch.zeros(2, dtype=torch.int64, device=device)  # of the rows of the next step and of this step
         self._old_sums = [_bit_sum(member) for member in self.plan.members]
-        self._lost: dict[Tensor, str] = {}  # averages that were at 0 after a load
+        self.lost: dict[Tensor, str] = {}
         for other in before:
             self._take_over(other)
 
     def _take_over(self, other: Watch) -> None:
-        for owner in self._columns.keys() & other._columns.keys():
-            column, previous = self._columns[owner], other._columns[owner]
+        for owner in self.columns.keys() & other.columns.keys():
+            column, previous = self.columns[owner], other.columns[owner]
             self._table[:, :, column] = other._table[:, :, previous].to(self._table)
             self._index.copy_(other._index)
             self._old_sums[column] = other._old_sums[previous].to(self._index.device)
-            self._lost |= {owner: other._lost[owner]} if owner in other._lost else {}
+            self.lost |= {owner: other.lost[owner]} if owner in other.lost else {}
 
     @functools.cached_property
     def looks(self) -> Looks | KernelLooks:
@@ -216,87 +164,41 @@ class Watch:
 
     def note_load(self) -> None:
         """Note which averages are at 0 now, after a load."""
-        self._lost = {m.owner: names for m in self.plan.members if (names := _zero_moments(m, self.plan))}
+        self.lost = {m.owner: names for m in self.plan.members if (names := zero_moments(m, self.plan))}
 
-    def findings(self, least: int) -> dict[Tensor, dict[str, str]]:
-        """Return, by parameter, messages by kind: problems that lasted ``least`` steps. Waits for the device."""
+    def taken(self) -> Tensor:
+        """Return the rows of the steps so far, the last one last, on the CPU in float64. Waits for the device."""
         table = self._table.roll(-int(self._index[0].item()), 0).cpu().double()
-        taken = table[~table[:, 0].isnan().all(1)]
-        return {owner: dict(self._wrong(i, taken[:, :, i], least)) for owner, i in self._columns.items()}
+        return table[~table[:, 0].isnan().all(1)]
 
-    def _wrong(self, column: int, steps: Tensor, least: int) -> Iterator[tuple[str, str]]:
-        """Yield kinds and messages of findings about one parameter; ``steps`` has its quantities, a row for each step."""
-        member, (weights, updates, grads, moved, present, rates, skipped) = self.plan.members[column], steps.unbind(1)
-        param, (mode, *_) = member.param, self.plan.statics.get("weights") or (None,)
-        if not param.numel():
-            return
-        had = ~grads.isnan() & (skipped == 0)
-        moves = had & (rates != 0)
-        if moves.any():  # else lr is 0 by choice, not only at the beginning or end of a schedule
-            had = moves
-        zeros = int((present[had] == 0).flip(0).long().cumprod(0).sum())
-        if zeros >= least and _is_zero(member):
-            yield "zero gradient", f"its last {zeros} gradients were only zeros"
-        # With stochastic rounding, few small steps may move nothing. With further bits, small updates add up. Parameters
-        # with gaps in memory are updated in copies, which are written back after the step: the samples miss that.
-        if had.sum() >= (STEPS if mode == "stochastic" else least) and torch.equal(_bit_sum(member), self._old_sums[column]):
-            yield "not moved", f"no bit of it moved in the last {len(steps)} steps or before"
-        elif mode in (None, "master") and param.is_floating_point() and is_dense(param) and moves.sum() >= least:
-            share = float(1 - moved[moves].square().sum() / present[moves].square().sum())  # NaN without elements
-            if share > 0.5:
-                stayed = f"{share:.0%} of its elements with gradients stayed: updates are below half a unit of the weight"
-                yield "too small", f"{stayed} in {str(param.dtype).removeprefix('torch.')}"
-        if member.owner in self._lost:
-            yield "zero moments", f"the last load left {self._lost[member.owner]} at 0, though it has taken steps"
-        ratios = updates / weights / rates  # schedules of ``lr`` let updates grow and fall
-        is_usable = ratios.log().isfinite()
-        if _sample(param, _weight(member)).numel() < _LEAST or is_usable.sum() <= _LEAST:
-            return
-        *_, rate = rates[is_usable]
-        *_, last = logs = ratios[is_usable].log()
-        middle = logs[:-1].median()
-        width = (logs[:-1] - middle).abs().median() * 1.4826  # a normal deviation
-        if (last - middle).abs() > max(_DEVIATIONS * width, math.log(_FACTOR)):
-            sizes = [f"{float(log.exp() * rate):.2g}" for log in (last, middle)]
-            yield "unusual", f"its last update was {sizes[0]} of the weight, where with this lr {sizes[1]} was usual before"
+    def has_moved(self, column: int) -> bool:
+        """Return whether bits of a parameter have changed since it is watched. Waits for the device."""
+        return not torch.equal(_bit_sum(self.plan.members[column]), self._old_sums[column])
+
+    def elements(self, column: int) -> int:
+        """Return how many elements of a parameter steps read."""
+        member = self.plan.members[column]
+        return _sample(member.param, _weight(member)).numel()
 
 
-def report(engine: Engine, plans: Sequence[Plan], watched: Iterable[Watch], least: int) -> HealthReport:
-    """Report the problems of members of an engine's ``plans``, and those that lasted ``least`` steps of ``watched`` ones."""
-    problems = {owner: wrong for watch in watched for owner, wrong in watch.findings(least).items()}
-    # Entries one by one: Plan.scalars may move them, while kernels and graphs write to the old addresses.
-    counts = [count for plan in plans for count in torch.stack([m.entries["step"] for m in plan.members]).tolist()]
-    is_old, findings, names = max([engine.steps, *counts]) >= least, [], []
-    members = [(member, plan) for plan in plans for member in plan.members]
-    for (member, plan), count in zip(members, counts, strict=True):
-        wrong = problems.get(member.owner, {})
-        if not count and is_old and member.owner.requires_grad:
-            wrong["no gradient"] = "it never had a gradient"
-        elif "zero moments" not in wrong and (averages := _zero_moments(member, plan)):
-            wrong["zero moments"] = f"{averages} are at 0, though it has taken {count:.0f} steps"
-        names.append(member.name)
-        findings += [Finding(kind, (member.name,), message) for kind, message in wrong.items()]
-    return HealthReport(engine.kind.__name__, engine.is_watching, tuple(names), tuple(findings))
-
-
-def _zero_moments(member: Member, plan: Plan) -> str:
+def zero_moments(member: Member, plan: Plan) -> str:
     """Return, in words, the averages of a parameter that are at 0 though it has taken steps. Waits for the device."""
     if not member.param.numel() or not member.entries["step"].item():
         return ""
     averages = {b.name for b in plan.rule.buffers if b.init == 0 and not b.is_copy} - {*PARTS}
     zeros = [name for name in plan.buffers if name in averages and not member.entries[name].any()]
-    return "" if zeros and _is_zero(member) else " and ".join(zeros)
+    return "" if zeros and has_zero_gradient(member) else " and ".join(zeros)
+
+
+def has_zero_gradient(member: Member) -> bool:
+    """Return whether a parameter has a dense gradient of zeros now."""
+    grad = member.owner.grad
+    return grad is not None and not grad.is_sparse and not bool(grad.count_nonzero())
 
 
 def _weight(member: Member) -> Tensor:
     """Return the master copy of a parameter, which has all of its bits, or else the parameter."""
     return member.entries.get("master_param", member.param)
-
-
-def _is_zero(member: Member) -> bool:
-    """Return whether a parameter has a dense gradient of zeros now."""
-    grad = member.owner.grad
-    return grad is not None and not grad.is_sparse and not bool(grad.count_nonzero())
 
 
 def _sample(tensor: Tensor, weight: Tensor) -> Tensor:

@@ -14,32 +14,33 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.memory import addresses
-from compiled_optim.plan.compilations import Compilation
+from compiled_optim.plan.compilations import Compilation, CompilationLog
+from compiled_optim.reports.compile import findings_of
 
 ADAMW = "AdamW[multi-tensor] float32 on cpu"
 AMSGRAD = f"{ADAMW}, amsgrad=True"
 
 
-def shown(**other: Any) -> str:
-    """The report of a good run of 100 steps in which ``other`` attributes are so."""
+def shown(*, fallbacks: dict[str, str] | None = None, is_idle: bool = False, **other: Any) -> str:
+    """The report of a good run of 100 steps in which ``other`` attributes are so, with its findings."""
     good = co.CompileReport(
         optimizer="AdamW",
         lowering="multi_tensor",
         steps=100,
         kernels=(ADAMW,),
         compilations=(Compilation(ADAMW, 1.34),),
-        fallbacks=(),
         captures=(),
         replays=0,
         table_refreshes=101,
         compiled_step="",
         cache="/home/user/.cache/compiled_optim",
         construction=0.56,
-        advice=(),
         moved_steps=100,
-        is_idle=False,
+        findings=(),
     )
-    text = str(dataclasses.replace(good, **other))
+    report = dataclasses.replace(good, **other)
+    log = CompilationLog(compilations=[*report.compilations], captures=[*report.captures], fallbacks=fallbacks or {})
+    text = str(dataclasses.replace(report, findings=tuple(findings_of(log, is_idle=is_idle))))
     assert max(map(len, text.splitlines())) <= 120
     return text
 
@@ -105,7 +106,7 @@ def test_what_runs_slowly_has_advice() -> None:
         "AdamW runs eager: /usr/bin/c++ made no library (exit status 1): kernel.cpp:1:10: fatal error: no such file. " * 2
     )
     advice = "install g++ or clang++, or name one in the environment variable CXX"
-    slow = shown(lowering="eager", kernels=(), compilations=(), fallbacks=(reason,), advice=(advice,))
+    slow = shown(lowering="eager", kernels=(), compilations=(), fallbacks={reason: advice})
     expecttest.assert_expected_inline(
         slow,
         """\
@@ -146,7 +147,7 @@ def test_nothing_yet_nothing_compiled_and_nothing_updated() -> None:
         idle,
         """\
 AdamW: multi_tensor lowering, 1 step. Nothing was updated: see below.
-  no parameter ever had a gradient (call loss.backward() first), or all steps were skipped""",
+  idle: no parameter ever had a gradient, or all steps were skipped; call loss.backward() before step()""",
     )
 
 
@@ -173,21 +174,25 @@ def test_steps_whose_gradients_moved() -> None:
     assert moved(grads[:1] * 5) == 1
 
 
+def findings(optimizer: co.CompiledOptimizer) -> list[str]:
+    return [finding.name for finding in co.compile_report(optimizer).findings]
+
+
 @pytest.mark.parametrize("options", [{}, {"lowering": "eager"}], ids=str)
 def test_an_optimizer_that_updated_nothing(options: dict[str, Any]) -> None:
     params = parameters(torch.float32)
     optimizer = co.AdamW(params, skip_nonfinite=True, **options)
-    assert not co.compile_report(optimizer).is_idle
+    assert findings(optimizer) == []
     optimizer.state["a hook's"] = [1]  # type: ignore[assignment]
     optimizer.step()
-    assert co.compile_report(optimizer).is_idle
+    assert findings(optimizer) == ["idle"]
     for param in params:
         param.grad = torch.full_like(param, torch.inf)
     optimizer.step()
-    assert co.compile_report(optimizer).is_idle
+    assert findings(optimizer) == ["idle"]
     give_gradients(params, params, 0)
     optimizer.step()
-    assert not co.compile_report(optimizer).is_idle
+    assert findings(optimizer) == []
 
 
 def test_frozen_parameters_are_never_updated() -> None:

@@ -1,4 +1,4 @@
-"""Reports of the rule, numbers and precision of each parameter of a model, the reasons, and probable mistakes."""
+"""Report the rule, numbers and precision of each parameter of a model, the reasons, and probable mistakes."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from compiled_optim.groups.per_parameter import choices_of, ignores_prefixes, nu
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.model import Listed, Model, listed_parameters, roles
-from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.report import bytes_of, checked_engine
+from compiled_optim.optimizer import CompiledOptimizer, checked_engine
+from compiled_optim.reports.finding import Finding
+from compiled_optim.reports.memory import bytes_of
 from compiled_optim.rule.declared import Declared, rule_name
 from compiled_optim.rule.fields import Hyper, Scale
 from compiled_optim.rule.rule import RULE, WHY, ByName
 from compiled_optim.rule.storage import PARTS
 from compiled_optim.state import has_declared_entries
 from compiled_optim.step.engine import Engine
-from compiled_optim.step.health import Finding
 
 _COLUMNS = ("name", "shape", "precision", "optimizer", "group", "rule", "lr", "decay", "bytes", "matrices", "why")
 _NARROW = 8  # a matrix with a shorter side is narrow
@@ -54,13 +54,13 @@ class Explanation:
             ``parameter_bytes``, ``gradient_bytes`` and ``state_bytes``, as in ``co.memory_report``; ``matrices``, the
             number, rows and columns of those that a step orthogonalizes, or None, with rows like ``"8+4"`` where ``split``
             makes uneven parts; and ``why`` it is in its group.
-        warnings: probable mistakes. The ``kind`` is ``embedding``, ``head``, ``depthwise``, ``bare``, ``axes`` or
+        findings: probable mistakes. The ``name`` is ``embedding``, ``head``, ``depthwise``, ``bare``, ``axes`` or
             ``narrow`` where a rule for matrices has the parameters; ``placeholder``, ``missing``, ``replaced``, ``shared``,
             ``frozen``, ``pattern``, ``groups`` or ``matrices``.
     """
 
     records: list[dict[str, Any]]
-    warnings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]
 
     def _table(self) -> list[tuple[str, ...]]:
         """Return the rows of a table, the head first, without empty columns."""
@@ -79,7 +79,7 @@ class Explanation:
         rows = self._table()
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-        return "\n".join([*lines, *map(str, self.warnings)])
+        return "\n".join([*lines, *map(str, self.findings)])
 
     def __rich__(self) -> Any:
         try:
@@ -94,7 +94,7 @@ class Explanation:
         table = Table(*head)
         for row in rows:
             table.add_row(*map(Text, row))  # in a Text, brackets are no markup
-        return Group(table, *(Text(str(finding), style="yellow") for finding in self.warnings))
+        return Group(table, *(Text(str(finding), style="yellow") for finding in self.findings))
 
 
 class _Unknown(str):
@@ -156,14 +156,14 @@ def explain(model: Model, optimizer: CompiledOptimizer | Sequence[CompiledOptimi
     problems: dict[tuple[str, str], dict[str, None]] = {}
     for each in grouped:
         is_shared = first.setdefault(id(each.param), each).group.optimizer != each.group.optimizer
-        for kind, message in _unfit(each, known.get(id(each.param), ""), is_shared):
-            problems.setdefault((kind, message), {})[names_of.get(id(each.param), each.name)] = None
+        for problem in _unfit(each, known.get(id(each.param), ""), is_shared):
+            problems.setdefault(problem, {})[names_of.get(id(each.param), each.name)] = None
     records = [_record(name, e.names[1:], e.tensor, first.get(id(e.tensor))) for name, e in listed.items()]
     gone = [each for key, each in first.items() if key not in names_of]
     records += [_record(each.name, [], each.param, each) | {"why": "it is not in the model"} for each in gone]
     unowned = {name: e.tensor for name, e in listed.items() if e.tensor.requires_grad and id(e.tensor) not in first}
     others = (*_elsewhere(listed, unowned, gone), *_of_groups(groups), *_unused(listed, groups, grouped))
-    findings = [*(Finding(kind, tuple(names), message) for (kind, message), names in problems.items()), *others]
+    findings = [*(Finding(name, tuple(names), evidence) for (name, evidence), names in problems.items()), *others]
     return Explanation(records, tuple(findings))
 
 
@@ -240,7 +240,7 @@ def _record(name: str, aliases: Sequence[str], param: Tensor, grouped: _Grouped 
 
 
 def _unfit(grouped: _Grouped, role: str, is_shared: bool) -> Iterator[tuple[str, str]]:
-    """Yield the kinds and messages of findings about a parameter in its group; ``role`` is its use in the model."""
+    """Yield name and evidence of findings about a parameter in its group; ``role`` is its use in the model."""
     param, kind = grouped.param, grouped.group.kind
     if is_shared:
         yield "shared", "two optimizers update it"

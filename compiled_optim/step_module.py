@@ -18,6 +18,7 @@ from compiled_optim.groups.parameters import first_three, named_parameters
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.layout import is_sharded
 from compiled_optim.memory.torch_internals import called_while_tracing
+from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.traced import let_trace, run_inlined
@@ -26,7 +27,7 @@ _PARTS = re.compile(r", (?![^()]*\))|(?: with )?[{}] ?")  # separators in a desc
 
 
 class StepModule(nn.Module):
-    """The step of an optimizer, as operations; :meth:`CompiledOptimizer.as_module` returns it.
+    """The step of an optimizer, as operations; :func:`as_module` returns it.
 
     Attributes:
         params: the optimizer's parameters.
@@ -113,6 +114,20 @@ class StepModule(nn.Module):
         params = {f"parameter {name}": form(param) for name, param in named_parameters(engine.distinct_groups)}
         order = {"order": ", ".join(params)}
         return {"optimizer": engine.kind.__name__, **params, **inlined.choices(), **buffers, **order}
+
+
+def as_module(optimizer: CompiledOptimizer) -> StepModule:
+    """Return the step as a module, for training steps that torch compiles to a file; see ``tools/recipes/kept_step.py``.
+
+    Its buffers are the optimizer's live tensors: state, step counts, hyperparameters and constants. They are named by
+    parameter or group, such as ``exp_avg/0-weight`` and ``lr/0/0``. ``forward(params, grads)`` is the step, for code that
+    compilers make; both are lists in the order of the module's ``names``.
+
+    Raises:
+        TypeError: ``optimizer`` is not one of this package.
+        RuntimeError: steps cannot be inlined, or ``lowering`` is not ``"inductor"``.
+    """
+    return StepModule(checked_engine(optimizer, "as_module"))
 
 
 def form(tensor: Tensor) -> str:
