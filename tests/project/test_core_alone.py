@@ -26,7 +26,6 @@ OTHER = "continues from an optimizer of torch"
 MODEL = "trains a model of perf, whose workloads have the shapes of the simulated GPU's"
 NEED_A_WING = {
     "checkpoint/test_options.py::test_an_option_of_others_that_changes_steps_is_refused": OTHER,
-    "groups/test_explain.py::test_it_does_not_wait_for_a_device": SIMULATED,
     "groups/test_rules.py::test_compiled_step_of_a_gpt_is_one_graph_over_a_schedule": MODEL,
     "groups/test_waits.py": SIMULATED,
     "lowering/test_blocks.py::test_tables_of_billions_of_elements_are_made_at_once": SIMULATED,
@@ -46,6 +45,7 @@ NEED_A_WING = {
     "lowering/test_symmetric.py::test_loops_take_it_for_large_matrices_with_aligned_rows": SIMULATED,
     "memory/test_addresses.py::test_the_offsets_are_those_of_real_tensors_in_every_mode": SIMULATED,
     "optimizers/test_contribution.py": SIMULATED,
+    "reports/test_explain.py::test_it_does_not_wait_for_a_device": SIMULATED,
     "step/test_inlined_code.py": SIMULATED,
     "step/test_looks.py": SIMULATED,
     "step/test_resumed.py::test_a_step_asks_once_whether_a_graph_is_captured": SIMULATED,
