@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, TypeAlias
@@ -341,6 +343,8 @@ class InlinedStep:
         clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
             gradient scaler are neutral, since it passes other tensors to each step that it calls.
         clips: True if users assigned one of them, so that steps without a scaler use them too.
+        digest: a text that differs for steps of other operations. With schedules, no other process has it: they are
+            functions of users.
     """
 
     def __init__(
@@ -364,6 +368,10 @@ class InlinedStep:
             named += [(f"{kind}/{k}", tensor) for kind, tensor in about.items()]
             named += [(f"{name}/{member.name}", member.entries[name]) for name in plan.buffers for member in plan.members]
         self.names, self.tensors = [name for name, _ in named], [tensor for _, tensor in named]
+        written = [plan.rule.written_in_full(plan.statics) for plan in plans]
+        token = secrets.token_hex() if schedules.scheduled else ""
+        facts = (self.choices(), self.names, positions, self._hypers, written, token)
+        self.digest = hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def follows(self, clipping: Clipping) -> bool:
         """Return True if ``clipping`` has the same assigned tensors as when this step was built."""
@@ -454,7 +462,7 @@ def _unbound(rows: list[Tensor], fuses: bool) -> list[list[Tensor]]:
         return [list(row.unbind()) for pair in zip(*halves, strict=True) for row in pair][: len(rows)]
     matrix = _realized(torch.stack(rows))
     is_small = fuses or len(rows[0]) <= _CHUNK
-    parts = [matrix] if is_small else [_realized(part.clone()) for part in matrix.split(_CHUNK, 1)]
+    parts = [matrix] if is_small else [_realized(part.clone()) for part in torch.split(matrix, _CHUNK, 1)]
     return [[number for part in parts for number in part[k].unbind()] for k in range(len(rows))]
 
 
