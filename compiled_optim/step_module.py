@@ -47,6 +47,7 @@ class StepModule(nn.Module):
         for name, tensor in itertools.chain(*live):
             self.register_buffer(name, tensor, persistent=False)
         self.description = self._described(self._inlined)
+        self._digest = self._inlined.digest
 
     def forward(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Update ``params``, which stand for :attr:`params`, by ``grads``; those without a gradient stay as they are."""
@@ -59,7 +60,7 @@ class StepModule(nn.Module):
         present = [grad for grad in grads if grad is not None]
         tensors, clipping, *hypers = [[getattr(self, name) for name in row] for row in self._rows]
         with torch.no_grad():
-            run_inlined([*params], present, positions, tensors, hypers, clipping, self._name)
+            run_inlined([*params], present, positions, tensors, hypers, clipping, self._name, self._digest)
 
     def check(self) -> None:
         """Replace the buffers by the tensors of the optimizer's next step, and check that its numbers are in range.

@@ -367,6 +367,13 @@ def let_compilers_trace(function: Callable[..., Any]) -> None:
     torch.fx.has_side_effect(function)
 
 
+def let_caches_keep(function: Callable[..., Any], digest: str) -> None:
+    """Let torch's caches keep compiled code whose graph calls ``function``; ``digest`` differs where its code does."""
+    from torch._inductor import config
+
+    config.unsafe_marked_cacheable_functions[f"{function.__module__}.{function.__name__}"] = digest
+
+
 @called_while_tracing
 def mend_tracing() -> None:
     """Repair the damage of a traced training step to later traces.

@@ -8,8 +8,10 @@ optimizer, since compiled code can be stored and run by another process.
 from __future__ import annotations
 
 import functools
+import hashlib
 from collections.abc import Callable, Sequence
 from operator import is_
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from compiled_optim.memory.torch_internals import (
     called_while_tracing,
     guard_by,
     guard_items,
+    let_caches_keep,
     let_compilers_trace,
     mend_tracing,
 )
@@ -36,8 +39,15 @@ def ask(key: str, method: str, *args: Any) -> bool | str | None:
 
 @called_while_tracing
 def let_trace() -> None:
-    """Let compilers call :func:`run_inlined`."""
+    """Let compilers call :func:`run_inlined`, and keep code that has its operations for other processes."""
     let_compilers_trace(run_inlined)
+    let_caches_keep(run_inlined, _digest_of_package())
+
+
+@functools.cache
+def _digest_of_package() -> str:
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 @called_while_tracing
@@ -87,7 +97,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
         if inlined.clips or is_scaled:
             scaler_args = (None, *scaler, None)
             clipping = [old if new is None else new for old, new in zip(inlined.clipping, scaler_args, strict=True)]
-        run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name)
+        run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name, inlined.digest)
         return
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
     owned, name = engine.params, engine.name
@@ -112,10 +122,11 @@ def run_inlined(
     hypers: Sequence[Sequence[Tensor]],
     clipping: list[Tensor],
     optimizer: str,
+    digest: str,
 ) -> None:
     """Update ``params`` by :meth:`InlinedStep.run` of an optimizer; ``grads`` are of those at ``positions``.
 
-    Compilers call it on fake tensors.
+    Compilers call it on fake tensors. Their caches tell code of one step from another's by the :attr:`InlinedStep.digest`.
     """
     by_position = dict(zip(positions, grads, strict=True))
     numbers = [[vector.view(()) for vector in vectors] for vectors in hypers]

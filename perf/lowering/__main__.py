@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import os
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
@@ -48,6 +53,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main() -> int:
     """Lower the requested steps, and print them. Return the exit status."""
     args = parse(sys.argv[1:])
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # so that the times are of all that compiles
     import torch
 
     from perf.competitors import exported
@@ -80,23 +86,35 @@ def main() -> int:
 def _reports(lowerings: Sequence[str], workload: Workload, arch: int, repeats: int, skipped: dict[str, str]) -> list[Report]:
     """Lower ``workload`` with each lowering. Add the reasons of those that fail to ``skipped``.
 
-    With ``repeats`` every lowering has that number of turns, after one small workload that loads the compilers, so that
-    no time contains this work.
+    With ``repeats`` every lowering has that number of turns, and one more in which calls are counted. Each turn is a process
+    of its own, forked from this one after a small workload has loaded the compilers: then no time contains this work, and
+    none depends on what was compiled before.
     """
     from perf.lowering import report
 
+    lower = functools.partial(report.lower, arch=arch, stand_in=workload.tensors > 1000)
     results: dict[str, list[Report]] = {name: [] for name in lowerings}
-    for index in range(-1, repeats) if repeats > 1 else [0]:
+    for index in range(-1, repeats + 1) if repeats > 1 else [0]:
         lowered = workload if index >= 0 else replace(workload, tensors=2, shapes="equal")
+        run = functools.partial(in_a_fork, lower) if repeats > 1 and index >= 0 else lower
         for name in lowerings if index % 2 == 0 else reversed(lowerings):
             if name in skipped:
                 continue
             try:
-                result = report.lower(name, lowered, arch, stand_in=workload.tensors > 1000)
+                result = run(name, lowered, counted=index == repeats)
                 results[name] += [result] if index >= 0 else []
             except (AssertionError, RuntimeError, TypeError, ValueError) as error:
                 skipped[name] = str(error).partition("\n")[0]
-    return [replace(same[0], seconds=median(r.seconds for r in same)) for same in results.values() if same]
+    found = [same for same in results.values() if same]
+    return [replace(same[-1], seconds=median(r.seconds for r in same[: max(1, repeats)])) for same in found]
+
+
+def in_a_fork(function: Callable[..., Report], *arguments: Any, **options: Any) -> Report:
+    """Call ``function`` in a process that is forked from this one and has empty caches."""
+    with tempfile.TemporaryDirectory(prefix="perf-") as folder:
+        caches = {name: str(Path(folder, name)) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+        with ProcessPoolExecutor(1, get_context("fork"), os.environ.update, (caches,)) as pool:
+            return pool.submit(function, *arguments, **options).result()
 
 
 def _show(reports: Sequence[Report], repeats: int, *, save: bool) -> None:

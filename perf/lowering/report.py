@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import cProfile
 import functools
 import inspect
 import math
@@ -91,12 +92,13 @@ class Report:
     kernels: Sequence[KernelReport]  # the distinct Triton kernels
     sources: Sequence[str]  # their text, and that of the modules around them
     seconds: float  # of processor time that the first step took
+    calls: int | None  # of functions in the first step, as cProfile counts them, if it did
     partitions: int | None  # parts for CUDA graphs; None if the user compiles nothing
     copied: int | None  # tensors copied into CUDA graphs before each replay
     cuda_graph: str  # the part of the step in CUDA graphs, or why it has none
 
 
-def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = False) -> Report:
+def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = False, counted: bool = False) -> Report:
     """Report the parts of a step of ``workload``.
 
     Args:
@@ -105,6 +107,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
         arch: compute capability, 90 for sm_90.
         stand_in: use CPU tensors instead of the GPU's, much faster with many tensors. The launches are the same, but the
             host's work for a GPU is missing. Only for ``multi_tensor``.
+        counted: count the calls of functions in the first step, which then takes several times as long.
 
     Raises:
         ValueError: torch.optim has no such optimizer.
@@ -112,7 +115,8 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
     device, multi, compiled = "cpu" if stand_in else "cuda", lowering == "multi_tensor", lowering in (*_OWN, "torch")
     gpu = cpu_in_place_of_cuda if stand_in else fake_cuda if multi else _fake_cuda_anew
     with gpu(arch):
-        first, steady, moved = _steps(_optimizer(workload, lowering, device), lowering, device)
+        profile = cProfile.Profile() if counted else None
+        first, steady, moved = _steps(_optimizer(workload, lowering, device), lowering, device, profile)
         modules = [inductor_source.read(g.source, None if lowering == "auto" else g.inputs) for g in steady.graphs]
         launched = Counter(name for module in modules for name in module.launches)
         texts = {name: text for module in modules for name, text in module.kernels.items()}
@@ -142,6 +146,7 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
             dict.fromkeys([*(g.source for g in steady.graphs), *(launch.kernel.src.fn.src for launch in steady.launches)])
         ),
         seconds=first,
+        calls=None if profile is None else sum(entry.callcount for entry in profile.getstats()),
         partitions=len(partitions) if compiled else None,
         copied=sum(part.copied for part in partitions) if compiled else None,
         cuda_graph=_decision(decided, sum(m.outside for m in modules)) if compiled else "",
@@ -201,8 +206,13 @@ def _set_gradients(params: Sequence[Tensor], optimizer: type[Optimizer]) -> None
                 param.grad = torch.sparse_coo_tensor(indices, values, param.shape, check_invariants=False)
 
 
-def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Record, Record]:
-    """Return the processor seconds of the first step, and records of an equal step and of one after gradients moved."""
+def _steps(
+    optimizer: Optimizer, lowering: str, device: str, profile: cProfile.Profile | None
+) -> tuple[float, Record, Record]:
+    """Return the processor seconds of the first step, and records of an equal step and of one after gradients moved.
+
+    ``profile`` is of the first step.
+    """
     step = optimizer.step
     if lowering in (*_OWN, "torch"):
         step = torch.compile(step, fullgraph=lowering in _OWN, mode="reduce-overhead")
@@ -210,9 +220,10 @@ def _steps(optimizer: Optimizer, lowering: str, device: str) -> tuple[float, Rec
         step = functools.partial(step, lambda: torch.empty((), device=device))
     with recording(device) as record:
         started = processor_seconds()
-        if lowering in _OWN:  # Dynamo cannot create tensors on a fake device
-            assert _OWN[lowering][1](engine_of(optimizer)), "the step has another form"
-        step()
+        with profile or contextlib.nullcontext():
+            if lowering in _OWN:  # Dynamo cannot create tensors on a fake device
+                assert _OWN[lowering][1](engine_of(optimizer)), "the step has another form"
+            step()
         first = processor_seconds() - started
         record.take()
         step()

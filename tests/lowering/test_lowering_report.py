@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import re
 import shutil
@@ -599,25 +600,40 @@ def test_command_prints_the_table_and_the_source(
 
 def test_command_reports_the_median_of_repeats_in_turn(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     turns: list[tuple[str, int]] = []
-    seconds = iter([9.0, 9.0, 5.0, 1.0, 3.0, 2.0, 4.0, 6.0])
+    seconds = iter([9.0, 9.0, 5.0, 1.0, 3.0, 2.0, 4.0, 6.0, 9.0, 9.0])
 
-    def timed(name: str, workload: Workload, *args: Any, **kwargs: Any) -> Report:
+    def timed(name: str, workload: Workload, *args: Any, counted: bool, **kwargs: Any) -> Report:
         turns.append((name, workload.tensors))
-        return replace(lower("multi_tensor", Workload("sgd", 1), 90), lowering=name, seconds=next(seconds))
+        taken = lower("multi_tensor", Workload("sgd", 1), 90, counted=counted)
+        return replace(taken, lowering=name, seconds=next(seconds))
 
     monkeypatch.setattr(report_module, "lower", timed)
+    monkeypatch.setattr(command, "in_a_fork", lambda function, *args, **kwargs: function(*args, **kwargs))
     arguments = ["lowering", "sgd", "--lowering", "operator", "torch", "--repeats", "3", "--save"]
     monkeypatch.setattr(sys, "argv", arguments)
     assert command.main() == 0
     assert turns == [
         *(("torch", 2), ("operator", 2)),  # loads the compilers
         *(("operator", 10), ("torch", 10), ("torch", 10), ("operator", 10), ("operator", 10), ("torch", 10)),
+        *(("torch", 10), ("operator", 10)),  # in which calls are counted
     ]
     table = pd.read_csv(results)
     assert list(zip(table["lowering"], table["seconds"], table["repeats"], strict=True)) == [
         ("operator", 4.0, 3),  # of 5, 2 and 4
         ("torch", 3.0, 3),  # of 1, 3 and 6
     ]
+    assert (table["calls"] > 1000).all()
+
+
+def test_a_fork_is_a_process_with_caches_of_its_own() -> None:
+    pid, cache = command.in_a_fork(_process_and_cache)  # type: ignore[arg-type,misc]
+    assert pid != os.getpid()
+    assert cache != os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    assert not Path(cache).exists()
+
+
+def _process_and_cache() -> tuple[int, str]:
+    return os.getpid(), os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
 def test_command_names_what_there_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

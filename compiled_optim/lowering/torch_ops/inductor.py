@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 import itertools
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, TypeAlias
@@ -46,6 +48,9 @@ COUNT, COUNT_UNFUSED = 16, 4
 
 _ALIGNED = 16  # the row length of ungrouped tensors: fixed, so that Inductor can vectorize
 _TENSORS, _GROUPS = 7, 3  # sizes to compile coefficients with
+
+_CHUNK = 8
+"""The tensors that read their coefficients from one buffer in C++: Inductor tries to fuse all loops that read the same."""
 
 _INDICES = (1 << 31) - (1 << 16)
 """The most elements for the 32-bit indices of Inductor's code for accelerators; those of the last block must fit, too."""
@@ -338,6 +343,8 @@ class InlinedStep:
         clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
             gradient scaler are neutral, since it passes other tensors to each step that it calls.
         clips: True if users assigned one of them, so that steps without a scaler use them too.
+        digest: a text that differs for steps of other operations. With schedules, no other process has it: they are
+            functions of users.
     """
 
     def __init__(
@@ -361,6 +368,10 @@ class InlinedStep:
             named += [(f"{kind}/{k}", tensor) for kind, tensor in about.items()]
             named += [(f"{name}/{member.name}", member.entries[name]) for name in plan.buffers for member in plan.members]
         self.names, self.tensors = [name for name, _ in named], [tensor for _, tensor in named]
+        written = [plan.rule.written_in_full(plan.statics) for plan in plans]
+        token = secrets.token_hex() if schedules.scheduled else ""
+        facts = (self.choices(), self.names, positions, self._hypers, written, token)
+        self.digest = hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def follows(self, clipping: Clipping) -> bool:
         """Return True if ``clipping`` has the same assigned tensors as when this step was built."""
@@ -440,20 +451,23 @@ def _columns(rows: Sequence[Tensor], params: Sequence[Tensor], fuses: bool) -> l
     return [[columns[dtype][k][i] for i, dtype in enumerate(dtypes)] for k in range(len(rows))]
 
 
-def _unbound(rows: list[Tensor], fuses: bool) -> list[Sequence[Tensor]]:
+def _unbound(rows: list[Tensor], fuses: bool) -> list[list[Tensor]]:
     """Return the elements of ``rows``, which Inductor computes once, and not in every kernel that reads them."""
-    if not (fuses and rows[0].dtype == torch.float32):
-        return [row.unbind() for row in _realized(rows).unbind()]
-    # Inductor limits the tensors and numbers that a kernel of lists reads; two numbers packed in one count as one.
-    bits = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
-    pairs = _realized([(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(bits[:-1:2], bits[1::2], strict=True)])
-    halves = [half.to(torch.int32).view(torch.float32).unbind() for half in (pairs, pairs >> 32)]
-    return [row.unbind() for pair in zip(*halves, strict=True) for row in pair][: len(rows)]
+    if fuses and rows[0].dtype == torch.float32:
+        # Inductor limits the tensors and numbers that a kernel of lists reads; two numbers packed in one count as one.
+        bits = [row.view(torch.int32).to(torch.int64) for row in (*rows, *rows[-1:])]
+        packed = [(low & 0xFFFFFFFF) | (high << 32) for low, high in zip(bits[:-1:2], bits[1::2], strict=True)]
+        pairs = _realized(torch.stack(packed))
+        halves = [half.to(torch.int32).view(torch.float32).unbind() for half in (pairs, pairs >> 32)]
+        return [list(row.unbind()) for pair in zip(*halves, strict=True) for row in pair][: len(rows)]
+    matrix = _realized(torch.stack(rows))
+    is_small = fuses or len(rows[0]) <= _CHUNK
+    parts = [matrix] if is_small else [_realized(part.clone()) for part in torch.split(matrix, _CHUNK, 1)]
+    return [[number for part in parts for number in part[k].unbind()] for k in range(len(rows))]
 
 
-def _realized(rows: list[Tensor]) -> Tensor:
-    """Return ``rows`` as a matrix in memory, from which Inductor reads."""
-    matrix = torch.stack(rows)
+def _realized(matrix: Tensor) -> Tensor:
+    """Return ``matrix`` in memory, from which Inductor reads."""
     return matrix.as_strided(matrix.shape, matrix.stride())
 
 

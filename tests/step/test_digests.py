@@ -1,0 +1,115 @@
+"""The digest of an inlined step, by which torch's caches tell the code of one from another's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from catalog import cases
+from torch import nn
+
+import compiled_optim as co
+from compiled_optim.optimizer import engine_of
+from compiled_optim.rule import Number, buffer, hyper
+
+
+def _digest(make: Callable[[Any], co.CompiledOptimizer]) -> str:
+    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(2))]
+    engine = engine_of(make([(f"p{i}", param) for i, param in enumerate(params)]))
+    assert engine.inline(range(len(engine.params))) == ""
+    assert engine.inlined is not None
+    return engine.inlined.digest
+
+
+def _in_lists(**options: Any) -> Callable[[Any], co.CompiledOptimizer]:
+    return lambda params: co.AdamW(params, lowering="inductor", **options)
+
+
+def _of_user(factor: float, power: float) -> Callable[[Any], co.CompiledOptimizer]:
+    """An optimizer whose functions read variables of a module; all else is equal."""
+
+    class OfUser(co.CompiledOptimizer):
+        """A rule of a user (none)."""
+
+        lr: Number = hyper(ge=0)
+        average = buffer()
+
+        @staticmethod
+        def coefficients(lr: Any) -> dict[str, Any]:
+            return {"lr": lr * factor}
+
+        @staticmethod
+        def update(param: Any, grad: Any, c: Any, average: Any) -> dict[str, Any]:
+            return {"step": c.lr * (average + grad), "average": average * power + grad}
+
+    return lambda params: OfUser(params, lr=0.1, lowering="inductor")
+
+
+OTHERS: dict[str, Callable[[Any], co.CompiledOptimizer]] = {
+    "": _in_lists(),
+    "clipped": _in_lists(max_grad_norm=1.0),
+    "skips": _in_lists(skip_nonfinite=True),
+    "maximized": _in_lists(maximize=True),
+    "amsgrad": _in_lists(amsgrad=True),
+    "without decay": _in_lists(weight_decay=0.0),
+    "scaled": _in_lists(lr_scale={"p0": 0.5}),
+    "fewer": lambda params: co.AdamW(params[:2], lowering="inductor"),
+    "other names": lambda params: co.AdamW([(f"other.{name}", p) for name, p in params], lowering="inductor"),
+    "in two groups": lambda params: co.AdamW([{"params": params[:1]}, {"params": params[1:]}], lowering="inductor"),
+    "in two others": lambda params: co.AdamW([{"params": params[:2]}, {"params": params[2:]}], lowering="inductor"),
+    "one maximized": lambda params: co.AdamW(
+        [{"params": params[:1], "maximize": True}, {"params": params[1:]}], lowering="inductor"
+    ),
+    "of a user": _of_user(1.0, 0.5),
+    "of a user, another coefficient": _of_user(2.0, 0.5),
+    "of a user, another update": _of_user(1.0, 0.25),
+}
+"""Optimizers whose inlined steps take other operations, though one may be told from another by nothing else."""
+EQUAL = [["", "without decay"], ["clipped", "skips"]]
+"""Those that take the same operations: their numbers are data."""
+
+
+def test_steps_of_other_operations_have_other_digests() -> None:
+    by_digest: dict[str, list[str]] = {}
+    for name, make in OTHERS.items():
+        by_digest.setdefault(_digest(make), []).append(name)
+    assert [names for names in by_digest.values() if len(names) > 1] == EQUAL
+
+
+def test_every_static_choice_is_in_the_digest() -> None:
+    """Of every rule: configurations with one digest have the same choices."""
+    choices: dict[str, set[str]] = {}
+    for case in [case for case in cases("dense") if not case.optimizer._rule.has_totals()]:
+        made: list[co.CompiledOptimizer] = []
+
+        def make(params: Any, case: Any = case, made: Any = made) -> co.CompiledOptimizer:
+            made.append(case.optimizer(params, **case.kwargs, lowering="inductor"))
+            return made[0]
+
+        digest = _digest(make)
+        step = engine_of(made[0]).step
+        assert step is not None
+        statics = str([lowering.plan.statics for lowering in step.lowerings])  # type: ignore[attr-defined]
+        choices.setdefault(digest, set()).add(f"{case.optimizer.__name__} {statics}")
+    assert {len(each) for each in choices.values()} == {1}
+    assert len(choices) > 40
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_equal_steps_have_equal_digests(name: str) -> None:
+    assert _digest(OTHERS[name]) == _digest(OTHERS[name])
+
+
+def test_numbers_are_data() -> None:
+    assert _digest(_in_lists(lr=0.1, betas=(0.5, 0.6), eps=1e-3)) == _digest(_in_lists())
+
+
+def test_a_schedule_is_found_by_no_other_process() -> None:
+    def scheduled(params: Any) -> co.CompiledOptimizer:
+        optimizer = co.AdamW(params, lowering="inductor")
+        optimizer.schedule(lr=lambda step: 0.1 / step)
+        return optimizer
+
+    assert _digest(scheduled) != _digest(scheduled)
