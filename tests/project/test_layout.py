@@ -121,14 +121,14 @@ BUDGET = {
     "cli": 1189,
     "groups": 1357,
     "interop": 2199,
-    "lowering": 5138,
-    "memory": 1307,
+    "lowering": 5152,
+    "memory": 1314,
     "optimizers": 1924,
     "plan": 892,
     "reports": 933,
-    "rule": 2856,
+    "rule": 2860,
     "simulated": 755,
-    "step": 1762,
+    "step": 1773,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
