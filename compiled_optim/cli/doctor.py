@@ -56,7 +56,7 @@ def _checks() -> Iterator[tuple[str, str, str, str]]:
         for name in ("adamw", "muon"):  # one works element by element, the other on matrices
             report, messages = _step(name, device)
             cache = report.cache
-            reasons = [*(finding.evidence for finding in report.findings), *messages]
+            reasons = [*(finding.said for finding in report.findings), *messages]
             how = f"{report.lowering}, first step {report.seconds:.1f} s of compiling and loading"
             advice = "" if not reasons else "see the reason"
             yield f"{name} on {device}", _FALLBACK if reasons else _OK, "; ".join(reasons) or how, advice

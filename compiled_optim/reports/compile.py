@@ -41,9 +41,9 @@ class CompileReport:
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
         construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
         moved_steps: the number of steps with gradients at new addresses, mostly since ``zero_grad`` had freed them.
-        findings: named as follows. ``"idle"``: steps were taken, and none changed a parameter. ``"slower"``: a part runs
-            uncompiled, or is compiled by Inductor. ``"recompiled"`` and ``"captured again"``: a cause of compilations after
-            the first step, or of captures that replaced a stale graph.
+        findings: named as follows. ``"idle"``: steps were taken, and none changed a parameter. ``"slower"``: something takes
+            longer than it could, such as a part that runs uncompiled. ``"recompiled"`` and ``"captured again"``: a cause of
+            compilations after the first step, or of captures that replaced a stale graph.
     """
 
     optimizer: str

@@ -284,7 +284,7 @@ def _of_groups(groups: Sequence[_Group]) -> Iterator[Finding]:
             if len(alike) > 1:
                 which = first_three([f"param_groups[{group.group_index}]" for group in alike])
                 names = (name for group in alike for name in parameter_names(group.entries, group.group_index))
-                yield Finding("groups", tuple(names), f"{which} of {name} have equal settings, and could be one group")
+                yield Finding("groups", tuple(names), f"{which} of {name} have equal settings", "make them one group")
 
 
 def _unused(listed: Mapping[str, Listed], groups: Sequence[_Group], grouped: Sequence[_Grouped]) -> Iterator[Finding]:

@@ -14,8 +14,8 @@ class Finding:
 
     Attributes:
         name: a word or two for all findings of this kind, such as ``"no gradient"``.
-        params: the names of the parameters concerned; empty if it is about something else.
-        evidence: the facts, as a sentence.
+        params: the names of the parameters concerned; empty if it is about something else, such as compiled code.
+        evidence: the facts, in words.
         advice: a remedy, or the cost; "" if there is none to tell.
         figures: the numbers in ``evidence`` by name; empty except in a :class:`NumericsReport`.
     """

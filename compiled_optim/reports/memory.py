@@ -29,7 +29,7 @@ class MemoryReport:
         state: bytes of the state by entry, such as ``exp_avg``. Bits that a parameter's dtype lacks are under
             ``kahan_comp``, ``remainder`` or ``master_param``.
         tables: bytes of everything else that steps read and write: addresses, coefficients, hyperparameters.
-        findings: empty, since no number of bytes is a mistake; all reports have it.
+        findings: empty, since no number of bytes is a mistake; the other reports of an optimizer fill it.
     """
 
     optimizer: str

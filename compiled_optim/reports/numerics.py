@@ -13,7 +13,7 @@ from compiled_optim.groups.live import Live
 from compiled_optim.lowering.choice import Totals, lower
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.layout import MemoryOrder, as_real, flat
-from compiled_optim.memory.torch_internals import outside_dynamo
+from compiled_optim.memory.torch_internals import outside_dynamo, outside_inference_mode
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
@@ -46,9 +46,8 @@ class NumericsReport:
             that the rule would move. ``figures`` has ``share``, the share that stays of these elements, from 0.5 to 1;
             ``lr``, the learning rate of the group; ``weight``, the median magnitude of those that stay; and two more
             medians: ``needed``, the smallest step that moves them, half the distance to the next number that can be
-            stored, and ``available``, the step that the optimizer takes. ``"uneven"``: the state has 8 bits, which slow
-            some elements; ``share`` of the groups of 64 elements are uneven, with gradients and moments of half of the
-            elements below a tenth of the group's largest.
+            stored, and ``available``, the step that the optimizer takes. ``"uneven"``: in ``share`` of the groups of 64
+            elements, half of the gradients and moments are below a tenth of the largest, and slowed by 8 bits.
     """
 
     optimizer: str
@@ -62,6 +61,7 @@ class NumericsReport:
 
 
 @outside_dynamo
+@outside_inference_mode()
 @torch.no_grad()
 def check_numerics(optimizer: CompiledOptimizer) -> NumericsReport:
     """Report which parameters the next step is too small to move. It changes nothing, and waits for the device.

@@ -319,7 +319,7 @@ class RuleStep(Step):
 
 
 def step_with_rule(engine: Engine, action: str) -> RuleStep:
-    """Return the present step of ``engine``; ``NotImplementedError`` that it cannot do ``action`` if it has no rule."""
+    """Return the present step of ``engine``. ``NotImplementedError`` if it has no rule, and so cannot ``action``."""
     if not isinstance(step := engine.current(), RuleStep):
         raise NotImplementedError(f"{engine.kind.__name__} cannot {action}: its steps need a closure")
     return step

@@ -279,3 +279,4 @@ class TestDoctor:
         assert status == 1
         assert found["C++ compiler"]["status"] == found["adamw on cpu"]["status"] == "falls back"
         assert found["C++ compiler"]["advice"] == "install g++ or clang++, or name one in CXX"
+        assert "no C++ compiler was found; install g++" in found["adamw on cpu"]["detail"]

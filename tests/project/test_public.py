@@ -81,6 +81,11 @@ def test_optimizers_and_reports_are_imported_when_they_are_asked_for() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_no_module_has_a_public_name() -> None:
+    """Its import would put the module in the name's stead."""
+    assert {module.name for module in pkgutil.iter_modules(co.__path__)} & {*co.__all__} == set()
+
+
 def test_nothing_without_a_reason() -> None:
     ours = _public(_made(co.AdamW))
     theirs = _public(torch.optim.AdamW([nn.Parameter(torch.ones(2, 2))]))

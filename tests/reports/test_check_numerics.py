@@ -177,3 +177,11 @@ def test_what_a_step_refuses_is_refused() -> None:
     for call in (made.step, lambda: co.check_numerics(made)):
         with pytest.raises(RuntimeError, match=r"call train\(\) first"):
             call()
+
+
+def test_in_inference_mode_it_is_the_same() -> None:
+    made, _ = trained(co.SGD, 1e-5)
+    with torch.inference_mode():
+        report = co.check_numerics(made)
+    assert report == co.check_numerics(made)
+    assert report.findings

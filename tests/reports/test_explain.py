@@ -515,7 +515,7 @@ def test_a_mistake_is_the_only_one_found_and_names_its_parameters(name: str) -> 
         ("a_name_that_is_nobodys", "'absent.weight'"),
         (
             "groups_of_equal_settings",
-            "param_groups[0], param_groups[1], param_groups[2] and 2 more of AdamW have equal settings",
+            "param_groups[0], param_groups[1], param_groups[2] and 2 more of AdamW have equal settings; make them one group",
         ),
         ("a_rule_for_matrices_without_any", "Muon orthogonalizes nothing"),
         ("an_embedding", "Muon orthogonalizes an embedding"),
@@ -524,7 +524,7 @@ def test_a_mistake_is_the_only_one_found_and_names_its_parameters(name: str) -> 
 def test_a_message_says_what_to_look_at(name: str, said: str) -> None:
     model, optimizers, _, _ = CASES[name]()
     (finding,) = co.explain(model, optimizers).findings
-    assert said in finding.evidence
+    assert said in finding.said
 
 
 def test_the_record_of_a_parameter_in_two_optimizers_is_the_firsts() -> None:
