@@ -47,11 +47,10 @@ class StepModule(nn.Module):
         for name, tensor in itertools.chain(*live):
             self.register_buffer(name, tensor, persistent=False)
         self.description = self._described(self._inlined)
-        self._digest = self._inlined.digest
 
     def forward(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Update ``params``, which stand for :attr:`params`, by ``grads``; those without a gradient stay as they are."""
-        self._check_unchanged()
+        digest = self._digest()
         if not len(params) == len(grads) == len(self.names):
             raise ValueError(f"it takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
         if torch.compiler.is_dynamo_compiling():
@@ -60,7 +59,7 @@ class StepModule(nn.Module):
         present = [grad for grad in grads if grad is not None]
         tensors, clipping, *hypers = [[getattr(self, name) for name in row] for row in self._rows]
         with torch.no_grad():
-            run_inlined([*params], present, positions, tensors, hypers, clipping, self._name, self._digest)
+            run_inlined([*params], present, positions, tensors, hypers, clipping, self._name, digest)
 
     def check(self) -> None:
         """Replace the buffers by the tensors of the optimizer's next step, and check that its numbers are in range.
@@ -79,8 +78,8 @@ class StepModule(nn.Module):
         yield from super().named_buffers(*args, **kwargs)
 
     @called_while_tracing
-    def _check_unchanged(self) -> None:
-        self.present()
+    def _digest(self) -> str:
+        return self.present().digest()
 
     def present(self) -> InlinedStep:
         """Return the operations of the optimizer's next step; ``RuntimeError`` if it has none, or not the module's."""
