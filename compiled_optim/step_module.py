@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.groups.parameters import first_three, named_parameters
+from compiled_optim.groups.parameters import first_three, named_parameters, numbered
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.layout import is_sharded
 from compiled_optim.memory.torch_internals import called_while_tracing
@@ -102,11 +102,12 @@ class StepModule(nn.Module):
         """Return the tensors of a step with their names: state and constants, then clipping, and each hyperparameter."""
         step = self._engine.step
         assert step is not None
-        rows = [list(zip(inlined.names, inlined.tensors, strict=True))]
+        names = numbered([name.replace(".", "-") for name in inlined.names])
+        rows = [list(zip(names, inlined.tensors, strict=True))]
         rows.append([(f"clipping/{n}", t) for n, t in zip(NAMES, inlined.clipping, strict=True)] if inlined.clips else [])
         for group, hyper in inlined.hypers:
             rows.append([(f"{hyper}/{group}/{i}", vector) for i, vector in enumerate(step.vectors[group][hyper])])
-        return [[(name.replace(".", "-"), tensor) for name, tensor in row] for row in rows]
+        return rows
 
     def _described(self, inlined: InlinedStep) -> dict[str, str]:
         engine = self._engine
