@@ -7,14 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.read import (
-    described,
-    group_names,
-    match,
-    named,
-    read,
-    refuse_foreign,
-)
+from compiled_optim.checkpoint.read import described, group_names, match, named, read, refuse_foreign
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load

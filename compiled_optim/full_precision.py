@@ -11,12 +11,7 @@ from torch import Tensor, nn
 
 from compiled_optim.by_name import Optimizers, by_label, locked
 from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.read import (
-    Unloadable,
-    as_buffer,
-    described,
-    plain,
-)
+from compiled_optim.checkpoint.read import Unloadable, as_buffer, described, plain
 from compiled_optim.checkpoint.state_dict import Copies, LoadReport
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.layout import as_part_of, local

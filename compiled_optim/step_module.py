@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.groups.parameters import first_three, named_parameters
+from compiled_optim.groups.parameters import first_three, named_parameters, numbered
 from compiled_optim.lowering.torch_ops.inductor import InlinedStep
 from compiled_optim.memory.layout import is_sharded
 from compiled_optim.memory.torch_internals import called_while_tracing
@@ -47,11 +47,10 @@ class StepModule(nn.Module):
         for name, tensor in itertools.chain(*live):
             self.register_buffer(name, tensor, persistent=False)
         self.description = self._described(self._inlined)
-        self._digest = self._inlined.digest
 
     def forward(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Update ``params``, which stand for :attr:`params`, by ``grads``; those without a gradient stay as they are."""
-        self._check_unchanged()
+        digest = self._digest()
         if not len(params) == len(grads) == len(self.names):
             raise ValueError(f"it takes {len(self.names)} parameters and gradients, got {len(params)} and {len(grads)}")
         if torch.compiler.is_dynamo_compiling():
@@ -60,7 +59,7 @@ class StepModule(nn.Module):
         present = [grad for grad in grads if grad is not None]
         tensors, clipping, *hypers = [[getattr(self, name) for name in row] for row in self._rows]
         with torch.no_grad():
-            run_inlined([*params], present, positions, tensors, hypers, clipping, self._name, self._digest)
+            run_inlined([*params], present, positions, tensors, hypers, clipping, self._name, digest)
 
     def check(self) -> None:
         """Replace the buffers by the tensors of the optimizer's next step, and check that its numbers are in range.
@@ -79,8 +78,8 @@ class StepModule(nn.Module):
         yield from super().named_buffers(*args, **kwargs)
 
     @called_while_tracing
-    def _check_unchanged(self) -> None:
-        self.present()
+    def _digest(self) -> str:
+        return self.present().digest()
 
     def present(self) -> InlinedStep:
         """Return the operations of the optimizer's next step; ``RuntimeError`` if it has none, or not the module's."""
@@ -103,11 +102,12 @@ class StepModule(nn.Module):
         """Return the tensors of a step with their names: state and constants, then clipping, and each hyperparameter."""
         step = self._engine.step
         assert step is not None
-        rows = [list(zip(inlined.names, inlined.tensors, strict=True))]
+        names = numbered([name.replace(".", "-") for name in inlined.names])
+        rows = [list(zip(names, inlined.tensors, strict=True))]
         rows.append([(f"clipping/{n}", t) for n, t in zip(NAMES, inlined.clipping, strict=True)] if inlined.clips else [])
         for group, hyper in inlined.hypers:
             rows.append([(f"{hyper}/{group}/{i}", vector) for i, vector in enumerate(step.vectors[group][hyper])])
-        return [[(name.replace(".", "-"), tensor) for name, tensor in row] for row in rows]
+        return rows
 
     def _described(self, inlined: InlinedStep) -> dict[str, str]:
         engine = self._engine

@@ -169,6 +169,8 @@ def translated(state_dict: dict[str, Any], declaration: Declaration) -> dict[str
     try:
         package = importlib.import_module("compiled_optim.interop.optimi")
     except ModuleNotFoundError as error:
+        if error.name != "compiled_optim.interop":
+            raise
         raise ValueError("optimi saved the state dict, and compiled_optim.interop, which reads it, is absent") from error
     translation: dict[str, Any] = package.from_optimi(state_dict, declaration)
     return translation

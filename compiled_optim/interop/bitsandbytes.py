@@ -37,7 +37,7 @@ _RULES = {
     "adam": _Rule(
         "adamw",
         ("exp_avg", "exp_avg_sq"),
-        lambda group: {"betas": tuple(group["betas"]), "eps": group["eps"], "decoupled_weight_decay": True},
+        lambda group: {"betas": tuple(group["betas"])[:2], "eps": group["eps"], "decoupled_weight_decay": True},
     ),
     "lion": _Rule("lion", ("exp_avg",), lambda group: {"betas": tuple(group["betas"])}),
     "momentum": _Rule(

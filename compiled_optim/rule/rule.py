@@ -378,9 +378,13 @@ class Rule(Declaration):
         texts = {name: code.operand(results[name]) for name in ("param", *present)}
         return [*stages, Written(names, code.statements, texts)]
 
-    def written_in_full(self, statics: Mapping[str, Any]) -> str:
-        """Return a text that differs for elementwise rules of other operations under these choices."""
-        return repr((self.written_coefficients(statics, PLAIN), self.written(statics, PLAIN)))
+    def written_in_full(self, statics: Mapping[str, Any], dialect: Dialect) -> str:
+        """Return a text that differs for elementwise rules of other operations under these choices.
+
+        Steps of torch operations call ``coefficients`` anew, and take the rest as it was first written in ``dialect``.
+        """
+        anew = dataclasses.replace(self)
+        return repr((self.scalar_names, anew.written_coefficients(statics, PLAIN), self.written(statics, dialect)))
 
     def _adapted_names(self, statics: Mapping[str, Any], totals: Sequence[str]) -> tuple[str, ...]:
         """Return the attributes of ``c`` that ``adapt`` returns."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import secrets
 from collections.abc import Callable, Sequence
 from operator import is_
 from pathlib import Path
@@ -47,6 +48,8 @@ def let_trace() -> None:
 @functools.cache
 def _digest_of_package() -> str:
     files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    if not files:  # an installation without source
+        return secrets.token_hex()
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
@@ -65,6 +68,13 @@ def guard_params(engine: Engine) -> None:
 def _guard_state(key: str) -> None:
     """Let the trace be valid as long as scalars of state are in the step's one tensor."""
     guard_by(ENGINES[key], lambda engine: not engine.step.has_moved_scalars())
+
+
+@called_while_tracing
+def _digest(key: str) -> str:
+    """Return the digest of the inlined step. The trace does not depend on it."""
+    inlined = ENGINES[key].inlined
+    return inlined.digest() if inlined else ""
 
 
 @called_while_tracing
@@ -97,7 +107,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
         if inlined.clips or is_scaled:
             scaler_args = (None, *scaler, None)
             clipping = [old if new is None else new for old, new in zip(inlined.clipping, scaler_args, strict=True)]
-        run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name, inlined.digest)
+        run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name, _digest(engine.key))
         return
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
     owned, name = engine.params, engine.name
@@ -126,7 +136,7 @@ def run_inlined(
 ) -> None:
     """Update ``params`` by :meth:`InlinedStep.run` of an optimizer; ``grads`` are of those at ``positions``.
 
-    Compilers call it on fake tensors. Their caches tell code of one step from another's by the :attr:`InlinedStep.digest`.
+    Compilers call it on fake tensors. Their caches tell code of one step from another's by the :meth:`InlinedStep.digest`.
     """
     by_position = dict(zip(positions, grads, strict=True))
     numbers = [[vector.view(()) for vector in vectors] for vectors in hypers]

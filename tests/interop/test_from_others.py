@@ -107,6 +107,7 @@ BITSANDBYTES: list[tuple[str, str, dict[str, Any]]] = [
     ("Adam", "AdamW", _BETAS),
     ("AdamW", "AdamW", _BETAS),
     ("PagedAdamW", "AdamW", _BETAS),
+    ("AdamW", "AdamW", {"betas": (0.7, 0.8, 0.9), "eps": 0.03}),  # its kernel reads two
     ("Lion", "Lion", {"betas": (0.7, 0.8)}),
     ("SGD", "SGD", {"momentum": 0.7, "dampening": 0.5}),
     ("RMSprop", "RMSprop", {"alpha": 0.7, "eps": 0.03, "momentum": 0.5}),

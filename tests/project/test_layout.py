@@ -115,20 +115,20 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2660,
+    "": 2648,
     "capture": 1129,
     "checkpoint": 1134,
     "cli": 1189,
     "groups": 1357,
     "interop": 2199,
-    "lowering": 5152,
+    "lowering": 5157,
     "memory": 1314,
     "optimizers": 1924,
     "plan": 892,
     "reports": 933,
-    "rule": 2860,
+    "rule": 2864,
     "simulated": 755,
-    "step": 1773,
+    "step": 1783,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import compiled_optim as co
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule import Number, buffer, hyper
+from compiled_optim.rule import Number, buffer, hyper, scalar
 
 
 def _digest(make: Callable[[Any], co.CompiledOptimizer]) -> str:
@@ -20,7 +20,7 @@ def _digest(make: Callable[[Any], co.CompiledOptimizer]) -> str:
     engine = engine_of(make([(f"p{i}", param) for i, param in enumerate(params)]))
     assert engine.inline(range(len(engine.params))) == ""
     assert engine.inlined is not None
-    return engine.inlined.digest
+    return engine.inlined.digest()
 
 
 def _in_lists(**options: Any) -> Callable[[Any], co.CompiledOptimizer]:
@@ -29,6 +29,10 @@ def _in_lists(**options: Any) -> Callable[[Any], co.CompiledOptimizer]:
 
 def _of_user(factor: float, power: float) -> Callable[[Any], co.CompiledOptimizer]:
     """An optimizer whose functions read variables of a module; all else is equal."""
+    return _of_variables({"factor": factor, "power": power})
+
+
+def _of_variables(variables: dict[str, float]) -> Callable[[Any], co.CompiledOptimizer]:
 
     class OfUser(co.CompiledOptimizer):
         """A rule of a user (none)."""
@@ -38,14 +42,24 @@ def _of_user(factor: float, power: float) -> Callable[[Any], co.CompiledOptimize
 
         @staticmethod
         def coefficients(lr: Any) -> dict[str, Any]:
-            return {"lr": lr * factor}
+            return {"lr": lr * variables["factor"]}
 
         @staticmethod
         def update(param: Any, grad: Any, c: Any, average: Any) -> dict[str, Any]:
-            return {"step": c.lr * (average + grad), "average": average * power + grad}
+            return {"step": c.lr * (average + grad), "average": average * variables["power"] + grad}
 
     return lambda params: OfUser(params, lr=0.1, lowering="inductor")
 
+
+def _of_one_name(*, maximize: bool) -> Callable[[Any], co.CompiledOptimizer]:
+    def make(params: Any) -> co.CompiledOptimizer:
+        first, *others = [("same", param) for _, param in params]
+        return co.AdamW([{"params": [first], "maximize": maximize}, {"params": others}], lowering="inductor")
+
+    return make
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:two parameters are named:UserWarning")
 
 OTHERS: dict[str, Callable[[Any], co.CompiledOptimizer]] = {
     "": _in_lists(),
@@ -59,6 +73,8 @@ OTHERS: dict[str, Callable[[Any], co.CompiledOptimizer]] = {
     "other names": lambda params: co.AdamW([(f"other.{name}", p) for name, p in params], lowering="inductor"),
     "in two groups": lambda params: co.AdamW([{"params": params[:1]}, {"params": params[1:]}], lowering="inductor"),
     "in two others": lambda params: co.AdamW([{"params": params[:2]}, {"params": params[2:]}], lowering="inductor"),
+    "of one name": _of_one_name(maximize=False),
+    "of one name, one maximized": _of_one_name(maximize=True),
     "one maximized": lambda params: co.AdamW(
         [{"params": params[:1], "maximize": True}, {"params": params[1:]}], lowering="inductor"
     ),
@@ -106,6 +122,43 @@ def test_numbers_are_data() -> None:
     assert _digest(_in_lists(lr=0.1, betas=(0.5, 0.6), eps=1e-3)) == _digest(_in_lists())
 
 
+def test_it_follows_variables_that_operations_follow() -> None:
+    """Coefficients are evaluated anew in each trace; an update keeps the code of its first one."""
+    variables = {"factor": 1.0, "power": 0.5}
+    make = _of_variables(variables)
+    first = _digest(make)
+    variables["factor"] = 2.0
+    assert _digest(make) == _digest(_of_user(2.0, 0.5)) != first
+    variables |= {"factor": 1.0, "power": 0.25}
+    assert _digest(make) == first
+
+
+def _with_scalars(*names: str) -> Callable[[Any], co.CompiledOptimizer]:
+    """An optimizer with scalars of these names, of which ``larger`` grows faster."""
+    fields = {name: scalar(init=1.0) for name in names}
+
+    class OfUser(co.CompiledOptimizer):
+        """A rule of a user (none)."""
+
+        lr: Number = hyper(ge=0)
+        locals().update(fields)
+
+        @staticmethod
+        def coefficients(lr: Any, **values: Any) -> dict[str, Any]:
+            first, second = (values[name] for name in names)
+            return {"lr": lr, "smaller": first * 2, "larger": second * 3}
+
+        @staticmethod
+        def update(grad: Any, c: Any) -> dict[str, Any]:
+            return {"step": c.lr * grad}
+
+    return lambda params: OfUser(params, lr=0.1, lowering="inductor")
+
+
+def test_the_order_of_scalars_is_in_it() -> None:
+    assert _digest(_with_scalars("smaller", "larger")) != _digest(_with_scalars("larger", "smaller"))
+
+
 def test_a_schedule_is_found_by_no_other_process() -> None:
     def scheduled(params: Any) -> co.CompiledOptimizer:
         optimizer = co.AdamW(params, lowering="inductor")
@@ -113,3 +166,13 @@ def test_a_schedule_is_found_by_no_other_process() -> None:
         return optimizer
 
     assert _digest(scheduled) != _digest(scheduled)
+
+
+def test_nor_by_a_later_trace_of_its_own() -> None:
+    """The variables that a schedule reads may have changed since."""
+    optimizer = co.AdamW([nn.Parameter(torch.ones(2))], lowering="inductor")
+    optimizer.schedule(lr=lambda step: 0.1 / step)
+    engine = engine_of(optimizer)
+    assert engine.inline([0]) == ""
+    assert engine.inlined is not None
+    assert engine.inlined.digest() != engine.inlined.digest()

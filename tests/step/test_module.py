@@ -63,6 +63,16 @@ def test_a_module_is_a_step() -> None:
         step(step.params, grads[:3])
 
 
+@pytest.mark.filterwarnings("ignore:two parameters are named:UserWarning")
+@pytest.mark.parametrize("names", [("w", "w"), ("a.b", "a-b")])
+def test_parameters_of_like_names_have_buffers_of_their_own(names: tuple[str, str]) -> None:
+    params = [nn.Parameter(torch.zeros(2)) for _ in names]
+    step = co.as_module(co.SGD([*zip(names, params, strict=True)], lr=1.0, momentum=0.5, lowering="inductor"))
+    for _ in range(2):
+        step(step.params, [torch.full((2,), grad) for grad in (1.0, 8.0)])
+    assert [param.tolist() for param in params] == [[-2.5, -2.5], [-20.0, -20.0]]
+
+
 CHANGES: dict[str, tuple[Callable[[Any], object], str]] = {
     "momentum begins": (
         lambda o: o.param_groups[0].update(momentum=0.9),

@@ -343,8 +343,6 @@ class InlinedStep:
         clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
             gradient scaler are neutral, since it passes other tensors to each step that it calls.
         clips: True if users assigned one of them, so that steps without a scaler use them too.
-        digest: a text that differs for steps of other operations. With schedules, no other process has it: they are
-            functions of users.
     """
 
     def __init__(
@@ -368,14 +366,21 @@ class InlinedStep:
             named += [(f"{kind}/{k}", tensor) for kind, tensor in about.items()]
             named += [(f"{name}/{member.name}", member.entries[name]) for name in plan.buffers for member in plan.members]
         self.names, self.tensors = [name for name, _ in named], [tensor for _, tensor in named]
-        written = [plan.rule.written_in_full(plan.statics) for plan in plans]
-        token = secrets.token_hex() if schedules.scheduled else ""
-        facts = (self.choices(), self.names, positions, self._hypers, written, token)
-        self.digest = hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def follows(self, clipping: Clipping) -> bool:
         """Return True if ``clipping`` has the same assigned tensors as when this step was built."""
         return all(map(is_, clipping.chosen, self._chosen))
+
+    def digest(self) -> str:
+        """Return a text that differs for steps of other operations, as the functions of the rules are now.
+
+        With schedules, which are functions of users, it is another one in each call.
+        """
+        written = [plan.rule.written_in_full(plan.statics, lists.TORCH) for plan in self._plans]
+        plans = [(plan.rule.name, plan.statics, plan.group_index, plan.maximizes) for plan in self._plans]
+        token = secrets.token_hex() if self._schedules.scheduled else ""
+        facts = (self.clips, self.names, self._positions, self._hypers, plans, self._neutral, written, token)
+        return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def choices(self) -> dict[str, str]:
         """Return the choices, by name, that determine the operations besides the tensors' shapes and dtypes."""
