@@ -93,6 +93,7 @@ def test_optimis_stable_adamw_comes_back(tmp_path: Path) -> None:
         torch.testing.assert_close(back[key]["exp_avg_sq"], entries["exp_avg_sq"])
 
 
+@pytest.mark.quick
 @pytest.mark.parametrize("case", CASES)
 def test_training_goes_on(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three steps with the package, then three more with it and with ours, from a file that it made."""
