@@ -28,6 +28,7 @@ from loading import (
     model,
     nested,
     quantized,
+    refuses,
     train,
     trained,
 )
@@ -37,15 +38,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_optim as co
 from compiled_optim.groups.live import Changes, WatchedDict, WatchedList
 from compiled_optim.optimizer import engine_of
-
-
-def refuses(optimizer: co.CompiledOptimizer, saved: Any, message: str, **options: Any) -> None:
-    """A load is an error with this message, and nothing is changed."""
-    before = content(optimizer)
-    with pytest.raises((ValueError, TypeError), match=message):
-        optimizer.load_state_dict(saved, **options)
-    assert content(optimizer) == before
-
 
 NOT_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {
     "sparse": (lambda: torch.ones(1).to_sparse(), "is a torch.sparse_coo tensor"),
@@ -821,30 +813,6 @@ def test_a_live_tensor_that_cannot_be_written(entry: Callable[[], Tensor], messa
         optimizer.load_state_dict(saved)
     assert {name: t._version for name, t in live_tensors(optimizer)} == versions
     assert optimizer.hyperparameters()[0]["lr"] != 0.7
-
-
-class TestOptimi:
-    @pytest.mark.parametrize(
-        ("spoil", "message"),
-        [
-            (lambda g, s: s.update(exp_avg=freed(*SHAPE)), "exp_avg of .* has no memory"),
-            (lambda g, s: s.update(exp_avg="x"), "exp_avg of .* is not a tensor"),
-            (lambda g, s: g.update(step=torch.ones(2)), "step of .* is not a number"),
-            (lambda g, s: g.update(beta1=freed(1)), "beta1 of .* has no memory"),
-            (lambda g, s: g.update(decouple_wd=freed(1)), "decouple_wd of .* has no memory"),
-            (lambda g, s: g.update(kahan_sum=torch.ones(2)), "kahan_sum of .* is not a number"),
-            (lambda g, s: g.pop("beta2"), "cannot be read|has no betas"),
-        ],
-    )
-    def test_is_checked_before_it_is_computed_with(self, spoil: Callable[[Any, Any], Any], message: str) -> None:
-        optimi = pytest.importorskip("optimi")
-        theirs = optimi.AdamW(model("ab").values(), lr=0.1, foreach=False, triton=False)
-        for param in theirs.param_groups[0]["params"]:
-            param.grad = torch.ones(SHAPE)
-        theirs.step()
-        saved = copy.deepcopy(theirs.state_dict())
-        spoil(saved["param_groups"][0], saved["state"][1])
-        refuses(trained(co.AdamW), saved, message)
 
 
 class TestLbfgs:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from catalog import registry, relative_error, required
+from loading import SHAPE, freed, refuses, trained
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -388,3 +390,25 @@ def test_complex_numbers_are_refused() -> None:
     optimizer.step()
     with pytest.raises(ValueError, match="the exp_avg in the state of 'w' is complex, which"):
         co.optimi_state_dict(optimizer)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda g, s: s.update(exp_avg=freed(*SHAPE)), "exp_avg of .* has no memory"),
+        (lambda g, s: s.update(exp_avg="x"), "exp_avg of .* is not a tensor"),
+        (lambda g, s: g.update(step=torch.ones(2)), "step of .* is not a number"),
+        (lambda g, s: g.update(beta1=freed(1)), "beta1 of .* has no memory"),
+        (lambda g, s: g.update(decouple_wd=freed(1)), "decouple_wd of .* has no memory"),
+        (lambda g, s: g.update(kahan_sum=torch.ones(2)), "kahan_sum of .* is not a number"),
+        (lambda g, s: g.pop("beta2"), "cannot be read|has no betas"),
+    ],
+)
+def test_a_value_is_checked_before_it_is_computed_with(spoil: Callable[[Any, Any], Any], message: str) -> None:
+    theirs = optimi.AdamW([nn.Parameter(torch.ones(SHAPE)) for _ in "ab"], lr=0.1, **LOOPS)
+    for param in theirs.param_groups[0]["params"]:
+        param.grad = torch.ones(SHAPE)
+    theirs.step()
+    saved = copy.deepcopy(theirs.state_dict())
+    spoil(saved["param_groups"][0], saved["state"][1])
+    refuses(trained(co.AdamW), saved, message)

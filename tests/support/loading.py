@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import pytest
 import torch
 from catalog import required
 from torch import Tensor, nn
@@ -144,6 +145,14 @@ class Incomparable:
 class Uncopyable:
     def __deepcopy__(self, memo: Any) -> Any:
         raise OSError("not copyable")
+
+
+def refuses(optimizer: co.CompiledOptimizer, saved: Any, message: str, **options: Any) -> None:
+    """A load is an error with this message, and nothing is changed."""
+    before = content(optimizer)
+    with pytest.raises((ValueError, TypeError), match=message):
+        optimizer.load_state_dict(saved, **options)
+    assert content(optimizer) == before
 
 
 def freed(*shape: int, size: int = 0, view: Callable[[Tensor], Tensor] = Tensor.detach) -> Tensor:
