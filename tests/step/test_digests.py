@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import cases
+from catalog import cases, wide_scalars
 from torch import nn
 
 import compiled_optim as co
@@ -16,7 +16,8 @@ from compiled_optim.rule import Number, buffer, hyper, scalar
 
 
 def _digest(make: Callable[[Any], co.CompiledOptimizer]) -> str:
-    params = [nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(5).double()), nn.Parameter(torch.ones(2))]
+    forms = [((3, 4), torch.float32), ((5,), torch.float64), ((2,), torch.float32)]
+    params = [nn.Parameter(torch.ones(shape, dtype=dtype)) for shape, dtype in forms]
     engine = engine_of(make([(f"p{i}", param) for i, param in enumerate(params)]))
     assert engine.inline(range(len(engine.params))) == ""
     assert engine.inlined is not None
@@ -157,6 +158,13 @@ def _with_scalars(*names: str) -> Callable[[Any], co.CompiledOptimizer]:
 
 def test_the_order_of_scalars_is_in_it() -> None:
     assert _digest(_with_scalars("smaller", "larger")) != _digest(_with_scalars("larger", "smaller"))
+
+
+def test_the_default_dtype_is_in_the_digest() -> None:
+    """Numbers that a rule chooses between have it."""
+    before = _digest(_in_lists())
+    with wide_scalars():
+        assert _digest(_in_lists()) != before
 
 
 def test_a_schedule_is_found_by_no_other_process() -> None:

@@ -49,7 +49,7 @@ COUNT, COUNT_UNFUSED = 16, 4
 _ALIGNED = 16  # the row length of ungrouped tensors: fixed, so that Inductor can vectorize
 _TENSORS, _GROUPS = 7, 3  # sizes to compile coefficients with
 
-_CHUNK = 8
+_CHUNK = 16
 """The tensors that read their coefficients from one buffer in C++: Inductor tries to fuse all loops that read the same."""
 
 _INDICES = (1 << 31) - (1 << 16)
@@ -374,12 +374,12 @@ class InlinedStep:
     def digest(self) -> str:
         """Return a text that differs for steps of other operations, as the functions of the rules are now.
 
-        With schedules, which are functions of users, it is another one in each call.
+        It is another one under another default dtype, and in each call with schedules, which are functions of users.
         """
         written = [plan.rule.written_in_full(plan.statics, lists.TORCH) for plan in self._plans]
         plans = [(plan.rule.name, plan.statics, plan.group_index, plan.maximizes) for plan in self._plans]
-        token = secrets.token_hex() if self._schedules.scheduled else ""
-        facts = (self.clips, self.names, self._positions, self._hypers, plans, self._neutral, written, token)
+        others = (torch.get_default_dtype(), secrets.token_hex() if self._schedules.scheduled else "")
+        facts = (self.clips, self.names, self._positions, self._hypers, plans, self._neutral, written, others)
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def choices(self) -> dict[str, str]:
