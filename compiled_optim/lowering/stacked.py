@@ -24,7 +24,7 @@ from compiled_optim.lowering.owners import Owners, owners
 from compiled_optim.lowering.torch_ops.eager import TorchLowering
 from compiled_optim.lowering.torch_ops.inductor import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype, is_plain, parts_of_stack, plain_copy, whole_stack
-from compiled_optim.memory.torch_compiler import obtain_graph
+from compiled_optim.memory.torch_compiler import Code, compiled
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
@@ -84,8 +84,6 @@ def _sum_in_blocks(x: Tensor, dim: int) -> Tensor:
     return blocks.sum(dim + 1).sum(dim)
 
 
-StackKernel = Callable[[list[Tensor]], Sequence[Tensor]]
-
 _COUNT = 5
 _EXAMPLES = {"vectors": (_COUNT, 7), "matrices": (_COUNT, 3, 11, 7)}
 """Sizes to compile with, for any sizes. All differ, since Inductor assumes that equal sizes stay equal."""
@@ -108,7 +106,7 @@ _CPU_ELEMENTS = 1 << 17
 """The most elements in a stack of several tensors on a CPU: copies and results stay in the cache, and malloc keeps them."""
 
 _STACKS = "stacks of "  # the prefix of arrangements that Inductor compiles
-_kernels: dict[KernelKey, StackKernel | str] = {}  # or the reason if none compiles
+_kernels: dict[KernelKey, Code | str] = {}  # or the reason if none compiles
 
 
 class StackedLowering(TorchLowering):
@@ -362,8 +360,8 @@ def _square_sum(stack: Tensor) -> Tensor:
     return norms.square().sum()
 
 
-def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]]:
-    """Return distinct tensors to compile a kernel of ``key`` with, and for each its dimensions of any size."""
+def _examples(key: KernelKey) -> tuple[list[Tensor], list[list[int]]]:
+    """Return meta tensors to compile a kernel of ``key`` with, and for each its dimensions of any size."""
     rule, statics = key.rule, dict(key.statics)
     kind = key.arrangement.removeprefix(_STACKS)
     examples = _EXAMPLES if key.device in _SEQUENTIAL else _LARGE_EXAMPLES
@@ -374,25 +372,24 @@ def _example(key: KernelKey, device: str) -> tuple[list[Tensor], list[list[int]]
     kinds = list(zip([shape, shape, *of_buffers], key.dtypes, strict=True))
     column = [1] * len(shape), compute_dtype(key.dtypes[0])
     kinds += [column] * (len(rule.coefficient_names(statics)) + 2)
-    tensors = [torch.ones(count, *sizes, dtype=dtype, device=device) for sizes, dtype in kinds]
+    tensors = [torch.empty(count, *sizes, dtype=dtype, device="meta") for sizes, dtype in kinds]
     of_any_size = slice(0, 1 if rule.granularity == "matrix" else None)
     return tensors, [[d for d in range(t.dim())[of_any_size] if t.shape[d] > 1] for t in tensors]
 
 
-def _make(key: KernelKey) -> StackKernel | str:
-    sequential, example = key.device in _SEQUENTIAL, functools.partial(_example, key)
+def _make(key: KernelKey) -> Code | str:
+    sequential = key.device in _SEQUENTIAL
+    examples, varying = _examples(key)
     staged = None if sequential else decompositions()
-    graph = obtain_graph(f"{key.rule.name}_stack", _uncompiled(key), example, key.device, OPTIONS | _OPTIONS, staged)
-    if isinstance(graph, str):
-        return graph
-    if not sequential:
-        kinds = [(t.shape[1:], t.dtype) for t in example("meta")[0]]
+    code = compiled(_uncompiled(key), examples, varying, key.device, OPTIONS | _OPTIONS, staged)
+    if not isinstance(code, str) and not sequential:
+        kinds = [(t.shape[1:], t.dtype) for t in examples]
         ones = {kind: torch.ones(1, *kind[0], dtype=kind[1], device=key.device) for kind in set(kinds)}
-        graph.run([ones[kind] for kind in kinds])  # loads and tunes now, since a capture cannot
-    return graph.run
+        code([ones[kind] for kind in kinds])  # loads and tunes now, since a capture cannot
+    return code
 
 
-def _uncompiled(key: KernelKey) -> Callable[[list[Tensor]], tuple[Tensor, ...]]:
+def _uncompiled(key: KernelKey) -> Code:
     """Return the update as a function of torch tensors, uncompiled.
 
     It takes parameter, gradient, buffers and coefficients, and computes in float64 for float64, in float32 for lower dtypes.

@@ -10,13 +10,13 @@ from unittest import mock
 
 import pytest
 import torch
-from gpu_code_cases import CASES, MINIMUM, GPUCase, Written, in_lists_of_two
+from gpu_code_cases import CASES, MINIMUM, GPUCase, in_lists_of_two
 from interpreted_stacks import SHAPES, made
 from new_process import printed_by
-from torch import nn
+from torch import Tensor, nn
 
 from compiled_optim.lowering import stacked
-from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
+from compiled_optim.memory.torch_compiler import Code, compiled
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
@@ -49,41 +49,42 @@ def _inlined(case: GPUCase) -> str:
     return graph.source
 
 
-Compiled: TypeAlias = list[tuple[CompiledGraph, list[str]]]
+Sources: TypeAlias = list[list[str]]
+"""The modules of each function that was compiled: one if it was called, else none."""
 
 
-def _noting(compiles: Callable[..., Any], compiled: Compiled, recorders: list[Record]) -> Callable[..., CompiledGraph]:
-    """``compiles``, which notes what it compiled, and what the only one of ``recorders`` saw of each when it was called."""
+def _noting(functions: Sources, recorders: list[Record]) -> Callable[..., Code]:
+    """``compiled``, which notes what the only one of ``recorders`` saw of each function when it was called."""
 
-    def noting(*args: Any, **kwargs: Any) -> CompiledGraph:
-        graph = compiles(*args, **kwargs)
-        assert isinstance(graph, CompiledGraph)
+    def noting(*args: Any, **kwargs: Any) -> Code:
+        code = compiled(*args, **kwargs)
+        assert not isinstance(code, str), code
         sources: list[str] = []
-        compiled.append((graph, sources))
+        functions.append(sources)
 
-        def code(values: list[Any]) -> Any:
+        def call(tensors: list[Tensor]) -> Any:
             (recorder,) = recorders
             before = len(recorder.graphs)
-            found = graph.code(values)
+            found = code(tensors)
             sources.extend(g.source for g in recorder.graphs[before:])
             return found
 
-        return graph._replace(code=code)
+        return call
 
     return noting
 
 
-def _called(case: GPUCase) -> list[Written]:
-    """What Inductor writes for called steps, in the order in which it is compiled."""
+def _called(case: GPUCase) -> list[str]:
+    """The modules that Inductor writes for called steps, in the order in which they are compiled; empty for later steps."""
     torch._dynamo.reset()
-    compiled: Compiled = []
+    functions: Sources = []
     recorders: list[Record] = []
-    with fake_cuda(90), in_lists_of_two(_noting(obtain_graph, compiled, recorders)):
+    with fake_cuda(90), in_lists_of_two(_noting(functions, recorders)):
         _, optimizer = _on_gpu(case)
         with recording("cuda") as recorder:
             recorders.append(recorder)
             optimizer.step()
-    return [Written("".join(sources[:1]), list(graph.order), list(graph.returned)) for graph, sources in compiled]
+    return ["".join(sources[:1]) for sources in functions]
 
 
 GROUPS = sorted({name.split()[0] for name in CASES})
@@ -130,19 +131,18 @@ def test_code_for_a_gpu_does_what_eager_steps_do(
 @pytest.mark.parametrize("name", SHAPES)
 def test_stacks_on_a_gpu_do_what_eager_steps_do(name: str, tmp_path: Path) -> None:
     """The rest of an iteration is rounded to bfloat16 once less than in eager steps."""
-    written: Compiled = []
+    functions: Sources = []
     recorders: list[Record] = []
-    kernels = mock.patch.multiple(stacked, obtain_graph=_noting(obtain_graph, written, recorders), _kernels={})
+    kernels = mock.patch.multiple(stacked, compiled=_noting(functions, recorders), _kernels={})
     with kernels, fake_cuda(90), recording("cuda") as recorder:
         recorders.append(recorder)
         params, optimizer = made(name, "inductor", "cuda")
         for param in params:
             param.grad = torch.empty_like(param)
         optimizer.step()
-    assert written
-    modules = [Written(sources[0], list(graph.order), list(graph.returned)) for graph, sources in written]
+    assert functions
     file = tmp_path / "modules.json"
-    file.write_text(json.dumps({name: modules}))
+    file.write_text(json.dumps({name: [sources[0] for sources in functions]}))
     found = json.loads(printed_by("interpreted_stacks", FILE=str(file), TRITON_INTERPRET="1"))
     exact = ("step", "momentum_buffer")
     assert {n: error for n, error in found[name].items() if error > (1e-6 if n.endswith(exact) else 0.02)} == {}

@@ -77,7 +77,7 @@ class TestCompiledSteps:
 
     def test_differ_where_the_user_changed_them(self, way: str, compiled_steps: dict[str, dict[str, Any]]) -> None:
         is_changed = compiled_steps["first"][way]["result"] != compiled_steps["changed"][way]["result"]
-        assert is_changed == (way in ("inlined, of a user", "inlined, scheduled"))
+        assert is_changed == ("of a user" in way or "scheduled" in way)
 
     def test_bypass_no_cache(self, way: str, compiled_steps: dict[str, dict[str, Any]]) -> None:
         assert [found[way]["autograd_cache_bypass"] for found in compiled_steps.values()] == [0, 0, 0, 0]

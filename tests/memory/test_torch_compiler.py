@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from compiled_optim.memory.torch_compiler import CompiledGraph, obtain_graph
+from compiled_optim.memory.torch_compiler import Code, compiled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="C++ is compiled on Linux only")
 
@@ -35,42 +35,37 @@ def _convolved(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return (torch.conv1d(x.unsqueeze(0), torch.ones(3, 7, 2)) + y.sum(), x + y)
 
 
-def _obtained(function: Callable[..., Any], dynamic: Sequence[int] = (0, 1)) -> CompiledGraph | str:
-    return obtain_graph(
-        "tried",
-        lambda tensors: function(*tensors),
-        lambda device: ([torch.ones(7, 11, device=device) for _ in range(2)], [dynamic] * 2),
-        "cpu",
-        {},
-    )
+def _compiled(function: Callable[..., Any], varying: Sequence[int] = (0, 1)) -> Code | str:
+    examples = [torch.empty(7, 11, device="meta") for _ in range(2)]
+    return compiled(lambda tensors: function(*tensors), examples, [varying] * 2, "cpu", {})
 
 
 @pytest.mark.parametrize("shape", [(5, 3), (100, 33)])
 def test_any_size(shape: tuple[int, int]) -> None:
-    graph = _obtained(_scaled)
-    assert isinstance(graph, CompiledGraph), graph
+    code = _compiled(_scaled)
+    assert not isinstance(code, str), code
     x, y = torch.randn(shape), torch.randn(shape)
-    (found,) = graph.run([x, y])
+    (found,) = code([x, y])
     torch.testing.assert_close(found, _scaled(x, y)[0])
 
 
 def test_arguments_that_are_written_to() -> None:
-    graph = _obtained(_written)
-    assert isinstance(graph, CompiledGraph), graph
+    code = _compiled(_written)
+    assert not isinstance(code, str), code
     x, y = torch.randn(5, 3), torch.randn(5, 3)
     expected = x * y
-    assert graph.run([x, y]) == []
+    assert code([x, y]) == []
     torch.testing.assert_close(x, expected)
 
 
 def test_operations_that_inductor_calls_and_several_results() -> None:
-    graph = _obtained(_convolved, dynamic=())
-    assert isinstance(graph, CompiledGraph), graph
+    code = _compiled(_convolved, varying=())
+    assert not isinstance(code, str), code
     x, y = torch.randn(7, 11), torch.randn(7, 11)
-    for found, expected in zip(graph.run([x, y]), _convolved(x, y), strict=True):
+    for found, expected in zip(code([x, y]), _convolved(x, y), strict=True):
         torch.testing.assert_close(found, expected)
 
 
 def test_where_compilation_is_switched_off() -> None:
     with torch._dynamo.config.patch(disable=True):  # as TORCH_COMPILE_DISABLE=1 does
-        assert _obtained(_scaled) == "torch.compile is switched off"
+        assert _compiled(_scaled) == "torch.compile is switched off"

@@ -1,4 +1,4 @@
-"""A process that compiles training steps with optimizers in them: the results, and the uses of torch's caches."""
+"""A process that trains with compiled optimizers, called and in compiled steps: the results, and the uses of caches."""
 
 from __future__ import annotations
 
@@ -39,13 +39,16 @@ WAYS: dict[str, tuple[type[co.CompiledOptimizer], dict[str, Any]]] = {
     "inlined": (co.AdamW, {"lr": 0.3, "lowering": "inductor"}),
     "inlined, of a user": (OfUser, {"lr": 0.1, "lowering": "inductor"}),
     "inlined, scheduled": (co.AdamW, {"lr": 0.3, "lowering": "inductor"}),
+    "called": (co.AdamW, {"lr": 0.3, "lowering": "inductor"}),
+    "called, of a user": (OfUser, {"lr": 0.1, "lowering": "inductor"}),
+    "called, on matrices": (co.Muon, {"lr": 0.1, "lowering": "inductor"}),
 }
 
 
 def _trained(way: str, *, compiled: bool) -> list[float]:
     torch.manual_seed(0)
     kind, options = WAYS[way]
-    model, x = nn.Linear(5, 2), torch.randn(3, 5)
+    model, x = nn.Linear(5, 2, bias="matrices" not in way), torch.randn(3, 5)
     optimizer = kind(model.named_parameters(), **options if compiled else {**options, "lowering": "eager"})
     if "scheduled" in way:
         optimizer.schedule(lr=lambda step: 0.3 * FACTOR / step)
@@ -57,7 +60,7 @@ def _trained(way: str, *, compiled: bool) -> list[float]:
         optimizer.zero_grad()
         return loss.detach()
 
-    step = torch.compile(train, fullgraph=True) if compiled else train
+    step = torch.compile(train, fullgraph=True) if compiled and "called" not in way else train
     for _ in range(3):
         step()
     return [number for param in model.parameters() for number in param.detach().flatten().tolist()]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering.torch_ops import inductor, lists
-from compiled_optim.memory.torch_compiler import CompiledGraph
+from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.rule import Number, buffer, hyper
 from compiled_optim.rule.fields import Static
 
@@ -61,25 +61,14 @@ class Late(co.CompiledOptimizer):
         return dict(param=moved, step=c.lr * olds, first=new_first, second=new_second)
 
 
-class Written(NamedTuple):
-    """A module that Inductor wrote for a function over lists of tensors, and how ``CompiledGraph`` calls it.
-
-    The ``source`` is empty of a function that was compiled for later steps.
-    """
-
-    source: str
-    order: list[tuple[bool, int]]
-    returned: list[int]
-
-
 @contextlib.contextmanager
-def in_lists_of_two(obtain_graph: Callable[..., CompiledGraph | str]) -> Iterator[None]:
+def in_lists_of_two(compiled: Callable[..., Code]) -> Iterator[None]:
     """Let optimizers that are made and called inside have lists of two tensors, and nothing that was compiled before."""
     with (
         mock.patch.object(lists, "fuses_lists", return_value=True),
         mock.patch.object(inductor, "COUNT", 2),
         mock.patch.object(inductor, "_kernels", {}),
-        mock.patch.object(inductor, "obtain_graph", obtain_graph),
+        mock.patch.object(inductor, "compiled", compiled),
     ):
         yield
 

@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from compiled_optim.memory import torch_compiler
 from compiled_optim.simulated.record import deciding
 from perf.lowering.inductor_source import itemsize
 
@@ -44,7 +43,6 @@ class Runs:
         self.peak = 0
         self.sources: list[str] = []
         self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
-        self._counts = True
 
     def start(self) -> None:
         """Forget what ran so far; what is alive now does not count."""
@@ -52,21 +50,10 @@ class Runs:
 
     def made(self, tensor: Tensor) -> None:
         """Count the memory of a new tensor."""
-        if not self._counts:
-            return
         storage = tensor.untyped_storage()
         self._alive[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
         self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self._alive.values()))
-
-    @contextlib.contextmanager
-    def without_memory(self) -> Iterator[None]:
-        """What the package calls so, where no tensor has memory anyway."""
-        self._counts = False
-        try:
-            yield
-        finally:
-            self._counts = True
 
     def load(self, source: str) -> Callable[..., Any]:
         """The function of a module that Inductor wrote, whose kernels only note that they were launched."""
@@ -172,7 +159,6 @@ def running() -> Iterator[Runs]:
     with (
         mock.patch.object(compile_fx, "compile_fx", load),
         mock.patch.object(JITFunction, "run", _nothing),
-        mock.patch.object(torch_compiler, "without_memory", runs.without_memory),
         mock.patch.object(torch.cuda, "set_device", _set_device),
         mock.patch.object(torch._C, "_cuda_getCurrentRawStream", _stream, create=True),
         _Made(runs),

@@ -19,14 +19,14 @@ from unittest import mock
 
 import numpy as np
 import torch
-from gpu_code_cases import CASES, MINIMUM, GPUCase, Written, in_lists_of_two
+from gpu_code_cases import CASES, MINIMUM, GPUCase, in_lists_of_two
 from quick_interpreter import install
 from torch import Tensor
 from triton import language
 from triton.runtime.interpreter import TensorHandle
 
 from compiled_optim.lowering.torch_ops import lists
-from compiled_optim.memory.torch_compiler import CompiledGraph
+from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.rule import storage
 
 _numbers = itertools.count()
@@ -146,19 +146,19 @@ def _inlined(case: GPUCase, source: str, folder: Path) -> dict[str, Tensor]:
         return _stepped(case, "inductor", _loaded(source, folder))
 
 
-def _unused(values: list[Any]) -> Any:
+def _unused(tensors: list[Tensor]) -> Any:
     raise AssertionError("a function was called that the process which compiled it did not call")
 
 
-def _called(case: GPUCase, functions: list[Written], folder: Path) -> dict[str, Tensor]:
+def _called(case: GPUCase, sources: list[str], folder: Path) -> dict[str, Tensor]:
     """After steps that are called, by lists."""
-    given = iter(functions)
+    given = iter(sources)
 
-    def obtain_graph(*_: Any, **__: Any) -> CompiledGraph:
-        source, order, returned = next(given)
-        return CompiledGraph(_loaded(source, folder) if source else _unused, order, returned)
+    def compiled(*_: Any, **__: Any) -> Code:
+        source = next(given)
+        return _loaded(source, folder) if source else _unused
 
-    with in_lists_of_two(obtain_graph):
+    with in_lists_of_two(compiled):
         found = _stepped(case, "inductor")
     assert next(given, None) is None
     return found
@@ -187,7 +187,7 @@ def main() -> None:
         torch._dynamo.reset()  # which gives up on a function that was compiled for many optimizers in one process
         if written["inlined"]:
             found[f"{path.stem} inlined"] = _differences(case, _inlined(case, written["inlined"], folder))
-        found[f"{path.stem} called"] = _differences(case, _called(case, [Written(*w) for w in written["called"]], folder))
+        found[f"{path.stem} called"] = _differences(case, _called(case, written["called"], folder))
     print(json.dumps(found))
 
 

@@ -15,14 +15,13 @@ from unittest import mock
 
 import interpreted_inlined
 import torch
-from gpu_code_cases import Written
 from interpreted_storage import convert_bfloat16
 from quick_interpreter import install
 from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering import stacked
-from compiled_optim.memory.torch_compiler import CompiledGraph
+from compiled_optim.memory.torch_compiler import Code
 
 SHAPES = {
     "Muon": [(20, 40), (20, 40), (40, 33)],
@@ -64,13 +63,12 @@ def main() -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for name, modules in json.loads(Path(os.environ["FILE"]).read_text()).items():
-            given = iter([Written(*module) for module in modules])
+            given = iter(modules)
 
-            def obtain_graph(*_: Any, given: Any = given, **__: Any) -> CompiledGraph:
-                source, order, returned = next(given)
-                return CompiledGraph(interpreted_inlined._loaded(source, Path(folder)), order, returned)
+            def compiled(*_: Any, given: Any = given, **__: Any) -> Code:
+                return interpreted_inlined._loaded(next(given), Path(folder))
 
-            with mock.patch.multiple(stacked, obtain_graph=obtain_graph, _kernels={}):
+            with mock.patch.multiple(stacked, compiled=compiled, _kernels={}):
                 interpreted = stepped(name, "inductor")
             assert next(given, None) is None
             expected = stepped(name, "eager")

@@ -17,7 +17,7 @@ import functools
 import hashlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from operator import is_
 from typing import Any, TypeAlias
 
@@ -28,7 +28,7 @@ from compiled_optim.lowering.torch_ops import lists
 from compiled_optim.lowering.torch_ops.eager import TorchLowering, evaluated, note_outcome
 from compiled_optim.lowering.torch_ops.lists import Lists, programs, sum_of
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar, scalar_dtype
-from compiled_optim.memory.torch_compiler import obtain_graph
+from compiled_optim.memory.torch_compiler import Code, compiled
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping, square_sum
 from compiled_optim.plan.compilations import LISTS, LISTS_OF_ROWS, CompilationLog, KernelKey, coefficient_key, kernel_key
@@ -38,8 +38,8 @@ from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import filled
 
-Kernel: TypeAlias = Mapping[int, Callable[[list[Tensor]], Any]]
-"""The code of one key: a function of tensors for each stage of the rule's reductions, and for the update."""
+Kernel: TypeAlias = Mapping[int, Code]
+"""The code of one key: for each stage of the rule's reductions, and for the update."""
 
 UPDATE = -1  # the stage of a kernel that updates, or evaluates coefficients
 
@@ -249,32 +249,33 @@ def _kinds(key: KernelKey) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 
 def _make(key: KernelKey) -> Kernel | str:
-    graphs: dict[int, Callable[..., Any]] = {}
+    codes: dict[int, Code] = {}
     options = _LIST_OPTIONS if lists.fuses_lists(torch.device(key.device)) else OPTIONS
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
     for stage, function in uncompiled(key).items():
-        example = functools.partial(_example, key, stage, sizes)
-        name = f"{key.rule.name}_{'list' if key.updates else 'coefficients'}"
-        graph = obtain_graph(name, function, example, key.device, options)
-        if isinstance(graph, str):
-            return graph
-        graphs[stage] = graph.run
-    return graphs
+        code = compiled(function, *_examples(key, stage, sizes), key.device, options)
+        if isinstance(code, str):
+            return code
+        codes[stage] = code
+    return codes
 
 
-def _example(key: KernelKey, stage: int, sizes: Sequence[int], device: str) -> tuple[list[Tensor], list[list[int]]]:
-    """Return tensors to compile a stage with, and the dimensions of each that vary."""
-    statics, wide = dict(key.statics), scalar_dtype(torch.device(device))
+def _examples(key: KernelKey, stage: int, sizes: Sequence[int]) -> tuple[list[Tensor], list[list[int]]]:
+    """Return meta tensors to compile a stage with, and the dimensions of each that vary."""
+    statics, wide = dict(key.statics), scalar_dtype(torch.device(key.device))
     if key.updates:
-        tensors = [torch.zeros(size, *row, dtype=dtype, device=device) for row, dtype in _kinds(key) for size in sizes]
+        kinds = [((size, *row), dtype) for row, dtype in _kinds(key) for size in sizes]
         numbers = 2 + len(key.rule.number_names(statics)[stage])
-        return [*tensors, torch.zeros(len(sizes), numbers, dtype=wide, device=device)], [[0]] * len(tensors) + [[]]
+        return _on_meta([*kinds, ((len(sizes), numbers), wide)]), [[0]] * len(kinds) + [[]]
     hypers = sum(h.length for h in key.rule.present_hypers(statics))
     rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(NUMBERS), _TENSORS))
-    tensors = [torch.ones(shape, dtype=wide, device=device) for shape in rows]
-    tensors += [torch.ones(_TENSORS, dtype=dtype, device=device) for dtype in (torch.int64, torch.bool)]
-    tensors += [torch.ones((), dtype=wide, device=device) for _ in ("total", *NAMES)]
-    return tensors, [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))
+    kinds = [*((shape, wide) for shape in rows), ((_TENSORS,), torch.int64), ((_TENSORS,), torch.bool)]
+    kinds += [((), wide) for _ in ("total", *NAMES)]
+    return _on_meta(kinds), [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))
+
+
+def _on_meta(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tensor]:
+    return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
 
 
 def uncompiled(key: KernelKey) -> Kernel:
