@@ -105,8 +105,8 @@ class Vectors:
 class InductorLowering(TorchLowering):
     """The step of one plan with Inductor's kernels, or uncompiled where these cannot index a tensor's elements.
 
-    On accelerators, where each operation is a launch, a graph evaluates the coefficients. If the lowering is not
-    ``compiled``, it runs the operations that kernels are compiled from.
+    On accelerators, where each operation is a launch, a kernel evaluates the coefficients of all tensors. If the lowering is
+    not ``compiled``, it runs the operations that kernels are compiled from.
     """
 
     name = "inductor"
@@ -126,8 +126,10 @@ class InductorLowering(TorchLowering):
                 say_too_large(log, plan.members[part.positions[0]].name)
             part.kernel = None if compiled and fits else uncompiled(key)
             self._parts.append(part)
-        self._graph = CoefficientGraph(plan) if compiled and lists.fuses_lists(plan.device) else None
-        self._compiled: list[Part | CoefficientGraph] = [*([] if self._graph is None else [self._graph]), *self._parts]
+        self._compiles_coefficients = compiled and lists.fuses_lists(plan.device)
+        self._coefficients: Kernel | None = None
+        self._all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)  # have gradients
+        self._zero = scalar(0.0, plan.device)  # the sum of squares if no norm is needed
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         """Return the key of the kernel that updates ``member``, and True if that can index its elements."""
@@ -137,21 +139,25 @@ class InductorLowering(TorchLowering):
         return key, fits_indices(plan.device, numel)
 
     def compile(self) -> None:
-        for part in self._compiled:
+        if self._compiles_coefficients and self._coefficients is None:
+            self._coefficients = self._obtain(_evaluation_key(self.plan), range(len(self.plan.members)))
+        for part in self._parts:
             if part.kernel is None:
-                names = [self.plan.members[i].name for i in part.positions]
-                part.kernel = self._log.obtain_or_fall_back(_kernels, part.key, names, _make, uncompiled)
+                part.kernel = self._obtain(part.key, part.positions)
+
+    def _obtain(self, key: KernelKey, positions: Sequence[int]) -> Kernel:
+        names = [self.plan.members[i].name for i in positions]
+        return self._log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
 
     def _evaluated(self, hypers: list[Tensor], total: Tensor | None, present: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        if self._graph is None:
+        if self._coefficients is None:
             return super()._evaluated(hypers, total, present)
-        plan, graph = self.plan, self._graph
-        assert graph.kernel is not None
+        plan = self.plan
         table = torch.stack(hypers).view(len(plan.groups), -1)
-        present, total = graph.all if present is None else present, graph.nothing if total is None else total
+        present, total = self._all if present is None else present, self._zero if total is None else total
         numbers = [t.to(plan.device, plan.scalars.dtype) for t in self._clipping.tensors(plan.device)]
         arguments = [plan.scalars, table, self.constants, self.group_index, present, total, *numbers]
-        coefficients, outcome = graph.kernel[UPDATE](arguments)
+        coefficients, outcome = self._coefficients[UPDATE](arguments)
         return coefficients, outcome
 
     def _reduce(self, stage: int, coefficients: Tensor, sums: Tensor) -> None:
@@ -216,21 +222,11 @@ def _columns_of(positions: Sequence[int], count: int, device: str, present: Sequ
     return torch.tensor(columns + columns[:1] * (-len(columns) % count), device=device)
 
 
-class CoefficientGraph:
-    """The kernel that evaluates the coefficients of any plan of a rule, for any number of tensors and groups.
-
-    It takes neutral clipping and numbers of parameters, too. ``all`` is the mask if all tensors have gradients, and
-    ``nothing`` the sum of their squares if no norm is needed.
-    """
-
-    def __init__(self, plan: Plan) -> None:
-        self.positions = range(len(plan.members))
-        # This code is the same for hyperparameters that are 0.
-        statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
-        self.key = dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
-        self.kernel: Kernel | None = None
-        self.all = torch.ones(len(plan.members), dtype=torch.bool, device=plan.device)
-        self.nothing = scalar(0.0, plan.device)
+def _evaluation_key(plan: Plan) -> KernelKey:
+    """Return the key of the kernel that evaluates coefficients, for any number of tensors and groups."""
+    # This code is the same for hyperparameters that are 0.
+    statics = tuple((k, v) for k, v in plan.statics.items() if k not in plan.rule.structural_hypers)
+    return dataclasses.replace(coefficient_key(plan), statics=statics, device=str(plan.device))
 
 
 def _count(key: KernelKey) -> int:
