@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -48,30 +50,30 @@ def compiled(
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental import _config as symbolic_shapes
     from torch.fx.experimental.proxy_tensor import make_fx
-    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-    from torch.utils._python_dispatch import _disable_current_modes
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
     if dynamo.disable:  # as TORCH_COMPILE_DISABLE=1 does
         return "torch.compile is switched off"
-    shapes = ShapeEnv()
-    mode, sizes = FakeTensorMode(shape_env=shapes), dict[int, int | SymInt]()
+    mode = FakeTensorMode(shape_env=ShapeEnv())
 
-    def size(example: Tensor, dim: int) -> int | SymInt:
-        if (number := example.shape[dim]) not in sizes:
-            source = ConstantSource(f"size_{number}")
-            symbol = shapes.create_symbol(number, source, DimDynamic.DYNAMIC, constraint_dim=None)
-            sizes[number] = shapes.create_symintnode(symbol, hint=number, source=source)
-        return sizes[number]
+    @functools.cache
+    def size(number: int) -> int | SymInt:
+        """Return a size that may vary, and is ``number`` in the examples."""
+        varies: StatelessSymbolicContext[Any, Any] = StatelessSymbolicContext([DimDynamic.DYNAMIC])
+        vector, source = torch.empty(number, device="meta"), ConstantSource(f"size_{number}")
+        return mode.from_tensor(vector, source=source, symbolic_context=varies).shape[0]
+
+    def fake(example: Tensor, dims: Sequence[int]) -> Tensor:
+        shape = [size(number) if dim in dims else number for dim, number in enumerate(example.shape)]
+        with mode:
+            return torch.empty(shape, dtype=example.dtype, device=device)
 
     # The CPU's list of its vector instructions is trusted: a trial takes several seconds in a fresh cache.
     trusting = config.patch({"cpp.vec_isa_ok": True, **options})
     oblivious = symbolic_shapes.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    with _disable_current_modes(), torch.device("cpu"), tracing(TracingContext(mode)), torch.no_grad(), trusting, oblivious:
+    with _without_modes(torch.device(device)), tracing(TracingContext(mode)), trusting, oblivious:
+        inputs = list(map(fake, examples, varying))
         with mode, enable_python_dispatcher():
-            inputs = [
-                torch.empty([size(e, d) if d in dims else n for d, n in enumerate(e.shape)], dtype=e.dtype, device=device)
-                for e, dims in zip(examples, varying, strict=True)
-            ]
             graph = make_fx(lambda *tensors: function(list(tensors)), decompositions)(*inputs)
         try:
             code = compile_graph(graph, [*inputs])
@@ -79,3 +81,13 @@ def compiled(
             message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # first a C++ compiler's
             return f"Inductor failed: {textwrap.shorten(message, 500, placeholder=' ...')}"
     return lambda tensors: code(*tensors)
+
+
+@contextlib.contextmanager
+def _without_modes(device: torch.device) -> Iterator[None]:
+    """Let no mode that the user entered get into code for ``device``."""
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    is_uncast = torch.autocast(device.type, enabled=False)
+    with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad(), is_uncast:
+        yield

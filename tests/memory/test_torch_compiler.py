@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from compiled_optim.memory.torch_compiler import Code, compiled
 
@@ -40,7 +41,7 @@ def _compiled(function: Callable[..., Any], varying: Sequence[int] = (0, 1)) -> 
     return compiled(lambda tensors: function(*tensors), examples, [varying] * 2, "cpu", {})
 
 
-@pytest.mark.parametrize("shape", [(5, 3), (100, 33)])
+@pytest.mark.parametrize("shape", [(1, 1), (1, 3), (5, 3), (100, 33)])
 def test_any_size(shape: tuple[int, int]) -> None:
     code = _compiled(_scaled)
     assert not isinstance(code, str), code
@@ -64,6 +65,30 @@ def test_operations_that_inductor_calls_and_several_results() -> None:
     x, y = torch.randn(7, 11), torch.randn(7, 11)
     for found, expected in zip(code([x, y]), _convolved(x, y), strict=True):
         torch.testing.assert_close(found, expected)
+
+
+def _product(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
+    return (x @ y.t() + torch.ones(()),)
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu"),
+    "inference": torch.inference_mode,
+    "autograd": torch.enable_grad,
+    "fake tensors": FakeTensorMode,
+    "default device": lambda: torch.device("meta"),
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_no_mode_of_the_user_gets_into_code(mode: str) -> None:
+    with MODES[mode]():
+        code = _compiled(_product)
+    assert not isinstance(code, str), code
+    x, y = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3)
+    (found,) = code([x.detach(), y])
+    torch.testing.assert_close(found, x.detach() @ y.t() + 1)
+    (x * found.sum()).sum().backward()  # no tensor of inference
 
 
 def test_where_compilation_is_switched_off() -> None:
