@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import platform
 import re
@@ -20,6 +21,7 @@ import pandas as pd
 import pytest
 import torch
 from catalog import cases, ruled
+from new_process import printed_by
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._inductor.utils import run_and_get_code
@@ -702,3 +704,11 @@ def test_every_elementwise_loop_is_vectorized_on_a_cpu(optimizer: type[co.Compil
         update = lines.index(next(line for line in lines if "static void update_block" in line))
         loop = 1 + next(i for i in range(update, len(lines)) if "for (int64_t i" in lines[i])
         assert re.search(rf"kernel\.cpp:{loop}:\d+: optimized: loop vectorized", report), lines[loop - 1 : loop + 30]
+
+
+@pytest.mark.full
+def test_a_further_tensor_costs_an_inlined_step_no_more_calls_than_torchs() -> None:
+    """Of functions in Dynamo and Inductor, on a CPU and for a GPU: seconds depend on the process, these do not."""
+    for counts in json.loads(printed_by("counted_calls", PYTHONHASHSEED="0")).values():
+        added = {way: most - least for way, (least, most) in counts.items()}
+        assert added["inlined"] <= added["torch"]
