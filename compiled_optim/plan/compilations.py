@@ -115,7 +115,7 @@ class Compilation:
     loaded: bool = False
 
 
-_budgets: list[int] = []  # the recompilations that each open no_recompiles() block still allows
+_budgets: dict[object, int] = {}  # the recompilations that each open no_recompiles() block, of any thread, still allows
 
 
 @contextlib.contextmanager
@@ -134,8 +134,8 @@ def no_recompiles(budget: int = 0) -> Iterator[None]:
     """
     if budget < 0:
         raise ValueError(f"budget must be >= 0, got {budget}")
-    depth = len(_budgets)
-    _budgets.append(budget)
+    block = object()
+    _budgets[block] = budget
     try:
         with torch.compiler.set_stance("fail_on_recompile" if budget == 0 else "default"):
             yield
@@ -144,14 +144,15 @@ def no_recompiles(budget: int = 0) -> Iterator[None]:
             raise
         raise RecompileError(str(error)) from error
     finally:
-        del _budgets[depth:]
+        del _budgets[block]
 
 
 def spend(message: str) -> None:
     """Take one recompilation or re-capture from the budgets of all open blocks, or raise ``RecompileError(message)``."""
-    if any(left <= 0 for left in _budgets):
+    if any(left <= 0 for left in _budgets.values()):
         raise RecompileError(message)
-    _budgets[:] = [left - 1 for left in _budgets]
+    for block in list(_budgets):
+        _budgets[block] -= 1
 
 
 @dataclass

@@ -117,6 +117,22 @@ def test_no_recompiles_covers_the_users_own_compiled_functions() -> None:
 
 
 @pytest.mark.usefixtures("fresh_kernels")
+def test_a_block_of_another_thread_that_ends_first_ends_itself_alone() -> None:
+    weight = torch.nn.Parameter(torch.ones(4))
+    optimizer = co.AdamW([("fc.weight", weight)])
+    weight.grad = torch.ones(4)
+    optimizer.step()
+    other = co.no_recompiles(budget=3)
+    other.__enter__()
+    with co.no_recompiles():
+        other.__exit__(None, None, None)
+        optimizer.param_groups[0]["amsgrad"] = True
+        with pytest.raises(co.RecompileError, match="amsgrad False -> True"):
+            optimizer.step()
+    optimizer.step()
+
+
+@pytest.mark.usefixtures("fresh_kernels")
 def test_a_first_compile_is_no_recompile() -> None:
     weight = torch.nn.Parameter(torch.randn(4))
     weight.grad = torch.randn(4)
