@@ -36,13 +36,12 @@ def compiled(
         decompositions: by operator, a function of other operators that replaces it.
 
     Returns:
-        The compiled code, or a text with the reason for its absence: compilation is switched off for the process, or fails
-        on this machine. It checks nothing, so the caller must pass tensors with the dtypes, strides and other sizes of the
+        The compiled code, or a text with the reason for its absence: compilation is switched off for the process, fails on
+        this machine, or would hold for some sizes only. It must be called with the dtypes, strides and other sizes of the
         examples.
     """
     from torch._dispatch.python import enable_python_dispatcher
     from torch._dynamo import config as dynamo
-    from torch._dynamo.exc import BackendCompilerFailed
     from torch._dynamo.source import ConstantSource
     from torch._guards import TracingContext, tracing
     from torch._inductor import compile as compile_graph
@@ -54,7 +53,8 @@ def compiled(
 
     if dynamo.disable:  # as TORCH_COMPILE_DISABLE=1 does
         return "torch.compile is switched off"
-    mode = FakeTensorMode(shape_env=ShapeEnv())
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(shape_env=shapes)
 
     @functools.cache
     def size(number: int) -> int | SymInt:
@@ -69,25 +69,35 @@ def compiled(
             return torch.empty(shape, dtype=example.dtype, device=device)
 
     # The CPU's list of its vector instructions is trusted: a trial takes several seconds in a fresh cache.
-    trusting = config.patch({"cpp.vec_isa_ok": True, **options})
-    oblivious = symbolic_shapes.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
-    with _without_modes(torch.device(device)), tracing(TracingContext(mode)), trusting, oblivious:
+    trusting = {"cpp.vec_isa_ok": True, **options}
+    oblivious = {"backed_size_oblivious": True}
+    with _compiling(), config.patch(trusting), symbolic_shapes.patch(oblivious), tracing(TracingContext(mode)):  # type: ignore[attr-defined]
         inputs = list(map(fake, examples, varying))
-        with mode, enable_python_dispatcher():
+        # Functions that a rule calls under torch.compile are traced as they are written.
+        with mode, enable_python_dispatcher(), torch.device(device), torch.compiler.set_stance("force_eager"):
             graph = make_fx(lambda *tensors: function(list(tensors)), decompositions)(*inputs)
+        if shapes.guards or shapes.replacements:
+            return "its operations depend on the sizes of tensors"
         try:
             code = compile_graph(graph, [*inputs])
-        except BackendCompilerFailed as error:
-            message = getattr(error.inner_exception, "output", "") or str(error.inner_exception)  # first a C++ compiler's
+        except Exception as error:
+            inner = getattr(error, "inner_exception", error)
+            message = getattr(inner, "output", "") or str(inner)  # first a C++ compiler's
             return f"Inductor failed: {textwrap.shorten(message, 500, placeholder=' ...')}"
     return lambda tensors: code(*tensors)
 
 
 @contextlib.contextmanager
-def _without_modes(device: torch.device) -> Iterator[None]:
-    """Let no mode that the user entered get into code for ``device``."""
+def _compiling() -> Iterator[None]:
+    """Let other threads neither compile nor be disturbed, and let no mode that the user entered get into code."""
+    from torch._dynamo.convert_frame import compile_lock
     from torch.utils._python_dispatch import _disable_current_modes
 
-    is_uncast = torch.autocast(device.type, enabled=False)
-    with _disable_current_modes(), torch.device("cpu"), torch.inference_mode(False), torch.no_grad(), is_uncast:
+    with compile_lock, contextlib.ExitStack() as stack:
+        stack.callback(setattr, torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag)
+        torch.compiler._is_compiling_flag = True  # for checks of other threads, which see that something is traced
+        while torch._C._len_torch_function_stack():
+            stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
+        for context in (_disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast()):
+            stack.enter_context(context)
         yield

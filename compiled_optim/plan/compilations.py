@@ -151,8 +151,7 @@ def spend(message: str) -> None:
     """Take one recompilation or re-capture from the budgets of all open blocks, or raise ``RecompileError(message)``."""
     if any(left <= 0 for left in _budgets.values()):
         raise RecompileError(message)
-    for block in list(_budgets):
-        _budgets[block] -= 1
+    _budgets.update({block: left - 1 for block, left in _budgets.items()})
 
 
 @dataclass

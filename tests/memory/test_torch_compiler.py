@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._inductor import config
+from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 
 from compiled_optim.memory.torch_compiler import Code, compiled
 
@@ -71,12 +76,20 @@ def _product(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return (x @ y.t() + torch.ones(()),)
 
 
+class Negating(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        return -result if isinstance(result, Tensor) else result
+
+
 MODES: dict[str, Callable[[], Any]] = {
     "autocast": lambda: torch.autocast("cpu"),
     "inference": torch.inference_mode,
     "autograd": torch.enable_grad,
     "fake tensors": FakeTensorMode,
     "default device": lambda: torch.device("meta"),
+    "functions": Negating,
+    "compiled": lambda: torch.compiler.set_stance("fail_on_recompile"),
 }
 
 
@@ -89,6 +102,65 @@ def test_no_mode_of_the_user_gets_into_code(mode: str) -> None:
     (found,) = code([x.detach(), y])
     torch.testing.assert_close(found, x.detach() @ y.t() + 1)
     (x * found.sum()).sum().backward()  # no tensor of inference
+
+
+@torch.compile
+def _helper(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def test_functions_under_torch_compile_are_traced() -> None:
+    code = _compiled(lambda x, y: (_helper(x) + y,))
+    assert not isinstance(code, str), code
+    x, y = torch.randn(5, 3), torch.randn(5, 3)
+    torch.testing.assert_close(code([x, y])[0], 2 * x + y)
+
+
+@pytest.mark.parametrize(
+    "function", [lambda x, y: (x * int(y.shape[1]),), lambda x, y: (x if y.shape[0] > 3 else y,)], ids=["number", "branch"]
+)
+def test_operations_that_depend_on_sizes(function: Callable[..., Any]) -> None:
+    assert _compiled(function) == "its operations depend on the sizes of tensors"
+
+
+def test_any_error_of_inductor_is_a_reason() -> None:
+    def fail(graph: torch.fx.Graph) -> None:
+        raise RuntimeError("a pass of the user")
+
+    with config.patch(joint_custom_pre_pass=fail):
+        assert _compiled(_scaled) == "Inductor failed: a pass of the user"
+    with config.patch({"cpp.cxx": ("/bin/false",)}), fresh_cache():
+        assert str(_compiled(_scaled)).startswith("Inductor failed: ")
+
+
+def test_threads_that_compile_at_once() -> None:
+    factors = range(2, 6)
+    with ThreadPoolExecutor(len(factors)) as pool:
+        codes = list(pool.map(lambda factor: _compiled(lambda x, y: (x * factor + y,)), factors))
+    x, y = torch.randn(5, 3), torch.randn(5, 3)
+    for factor, code in zip(factors, codes, strict=True):
+        assert not isinstance(code, str), code
+        torch.testing.assert_close(code([x, y])[0], x * factor + y)
+
+
+def test_compiled_functions_of_another_thread_go_on() -> None:
+    called = torch.compile(lambda x: x + 1, backend="eager", fullgraph=True)
+    called(torch.ones(2))
+
+    def call() -> int:
+        count = 0
+        while not done.is_set():
+            assert called(torch.ones(2)).tolist() == [2, 2]
+            count += 1
+        return count
+
+    done = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        calls = pool.submit(call)
+        with fresh_cache():
+            assert not isinstance(_compiled(_convolved, varying=()), str)
+        done.set()
+        assert calls.result() > 0
 
 
 def test_where_compilation_is_switched_off() -> None:

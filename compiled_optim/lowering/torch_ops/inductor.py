@@ -1,4 +1,4 @@
-"""The lowering through torch.compile and Inductor, C++ on a CPU and Triton on a GPU.
+"""The lowering through Inductor, the compiler of torch.compile: C++ on a CPU and Triton on a GPU.
 
 A step that is called updates each list of tensors with one launch. A list has a fixed number of tensors of any sizes, which
 are updated in place. So one kernel per :class:`KernelKey` serves every list of the process: neither the number of tensors,
