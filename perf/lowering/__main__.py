@@ -87,15 +87,16 @@ def _reports(lowerings: Sequence[str], workload: Workload, arch: int, repeats: i
     """Lower ``workload`` with each lowering. Add the reasons of those that fail to ``skipped``.
 
     With ``repeats`` every lowering has that number of turns, and one more in which calls are counted. Each turn is a process
-    of its own, forked from this one after a small workload has loaded the compilers: then no time contains this work, and
-    none depends on what was compiled before.
+    of its own, forked from this one after a small workload of another optimizer has loaded the compilers: then no time
+    contains this work, and none depends on what was compiled before.
     """
     from perf.lowering import report
 
     lower = functools.partial(report.lower, arch=arch, stand_in=workload.tensors > 1000)
+    another = "adam" if workload.optimizer == "sgd" else "sgd"
     results: dict[str, list[Report]] = {name: [] for name in lowerings}
     for index in range(-1, repeats + 1) if repeats > 1 else [0]:
-        lowered = workload if index >= 0 else replace(workload, tensors=2, shapes="equal")
+        lowered = workload if index >= 0 else replace(workload, optimizer=another, tensors=2, shapes="equal", options=())
         run = functools.partial(in_a_fork, lower) if repeats > 1 and index >= 0 else lower
         for name in lowerings if index % 2 == 0 else reversed(lowerings):
             if name in skipped:

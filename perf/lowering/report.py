@@ -164,8 +164,9 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _fake_cuda_anew(arch: int) -> Iterator[None]:
     """Use ``fake_cuda`` with no compiled kernels yet."""
-    kernels = [mock.patch.object(module, "_kernels", {}) for module in (inductor, looped, multi_tensor, stacked)]
-    with fake_cuda(arch), kernels[0], kernels[1], kernels[2]:
+    with fake_cuda(arch), contextlib.ExitStack() as stack:
+        for module in (inductor, looped, multi_tensor, stacked):
+            stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()
         yield
     torch._dynamo.reset()

@@ -601,11 +601,11 @@ def test_command_prints_the_table_and_the_source(
 
 
 def test_command_reports_the_median_of_repeats_in_turn(results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns: list[tuple[str, int]] = []
+    turns: list[tuple[str, str, int]] = []
     seconds = iter([9.0, 9.0, 5.0, 1.0, 3.0, 2.0, 4.0, 6.0, 9.0, 9.0])
 
     def timed(name: str, workload: Workload, *args: Any, counted: bool, **kwargs: Any) -> Report:
-        turns.append((name, workload.tensors))
+        turns.append((name, workload.optimizer, workload.tensors))
         taken = lower("multi_tensor", Workload("sgd", 1), 90, counted=counted)
         return replace(taken, lowering=name, seconds=next(seconds))
 
@@ -615,9 +615,9 @@ def test_command_reports_the_median_of_repeats_in_turn(results: Path, monkeypatc
     monkeypatch.setattr(sys, "argv", arguments)
     assert command.main() == 0
     assert turns == [
-        *(("torch", 2), ("operator", 2)),  # loads the compilers
-        *(("operator", 10), ("torch", 10), ("torch", 10), ("operator", 10), ("operator", 10), ("torch", 10)),
-        *(("torch", 10), ("operator", 10)),  # in which calls are counted
+        *(("torch", "adam", 2), ("operator", "adam", 2)),  # loads the compilers, and compiles nothing that is measured
+        *((name, "sgd", 10) for name in ("operator", "torch", "torch", "operator", "operator", "torch")),
+        *(("torch", "sgd", 10), ("operator", "sgd", 10)),  # in which calls are counted
     ]
     table = pd.read_csv(results)
     assert list(zip(table["lowering"], table["seconds"], table["repeats"], strict=True)) == [
