@@ -70,11 +70,10 @@ def compiled(
 
     # The CPU's list of its vector instructions is trusted: a trial takes several seconds in a fresh cache.
     trusting = {"cpp.vec_isa_ok": True, **options}
-    oblivious = {"backed_size_oblivious": True}
-    with _compiling(), config.patch(trusting), symbolic_shapes.patch(oblivious), tracing(TracingContext(mode)):  # type: ignore[attr-defined]
+    oblivious = symbolic_shapes.patch(backed_size_oblivious=True)  # type: ignore[attr-defined]
+    with _alone(), config.patch(trusting), oblivious, tracing(TracingContext(mode)):
         inputs = list(map(fake, examples, varying))
-        # Functions that a rule calls under torch.compile are traced as they are written.
-        with mode, enable_python_dispatcher(), torch.device(device), torch.compiler.set_stance("force_eager"):
+        with mode, enable_python_dispatcher(), torch.device(device):
             graph = make_fx(lambda *tensors: function(list(tensors)), decompositions)(*inputs)
         if shapes.guards or shapes.replacements:
             return "its operations depend on the sizes of tensors"
@@ -88,14 +87,15 @@ def compiled(
 
 
 @contextlib.contextmanager
-def _compiling() -> Iterator[None]:
-    """Let other threads neither compile nor be disturbed, and let no mode that the user entered get into code."""
+def _alone() -> Iterator[None]:
+    """Let no other thread compile or be disturbed, and let no mode that the user entered get into code."""
     from torch._dynamo.convert_frame import compile_lock
     from torch.utils._python_dispatch import _disable_current_modes
 
     with compile_lock, contextlib.ExitStack() as stack:
+        # Else functions under torch.compile fail in other threads, since torch knows of the process that it traces.
         stack.callback(setattr, torch.compiler, "_is_compiling_flag", torch.compiler._is_compiling_flag)
-        torch.compiler._is_compiling_flag = True  # for checks of other threads, which see that something is traced
+        torch.compiler._is_compiling_flag = True
         while torch._C._len_torch_function_stack():
             stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
         for context in (_disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast()):

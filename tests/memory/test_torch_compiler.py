@@ -104,18 +104,6 @@ def test_no_mode_of_the_user_gets_into_code(mode: str) -> None:
     (x * found.sum()).sum().backward()  # no tensor of inference
 
 
-@torch.compile
-def _helper(x: Tensor) -> Tensor:
-    return x * 2
-
-
-def test_functions_under_torch_compile_are_traced() -> None:
-    code = _compiled(lambda x, y: (_helper(x) + y,))
-    assert not isinstance(code, str), code
-    x, y = torch.randn(5, 3), torch.randn(5, 3)
-    torch.testing.assert_close(code([x, y])[0], 2 * x + y)
-
-
 @pytest.mark.parametrize(
     "function", [lambda x, y: (x * int(y.shape[1]),), lambda x, y: (x if y.shape[0] > 3 else y,)], ids=["number", "branch"]
 )
