@@ -123,8 +123,14 @@ def test_any_error_of_inductor_is_a_reason() -> None:
 
 def test_threads_that_compile_at_once() -> None:
     factors = range(2, 6)
-    with ThreadPoolExecutor(len(factors)) as pool:
-        codes = list(pool.map(lambda factor: _compiled(lambda x, y: (x * factor + y,)), factors))
+    begin = threading.Barrier(len(factors))
+
+    def compile_with(factor: int) -> Code | str:
+        begin.wait()
+        return _compiled(lambda x, y: (x * factor + y,))
+
+    with fresh_cache(), ThreadPoolExecutor(len(factors)) as pool:
+        codes = list(pool.map(compile_with, factors))
     x, y = torch.randn(5, 3), torch.randn(5, 3)
     for factor, code in zip(factors, codes, strict=True):
         assert not isinstance(code, str), code
