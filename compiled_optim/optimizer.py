@@ -17,7 +17,7 @@ from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup, built_in_entries, group_entries
 from compiled_optim.groups.parameters import as_groups
-from compiled_optim.lowering.choice import LoweringName
+from compiled_optim.lowering.select import LoweringName
 from compiled_optim.memory.layout import scalar_dtype, scalars_device
 from compiled_optim.memory.torch_internals import (
     backward_number,

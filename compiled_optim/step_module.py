@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from compiled_optim.groups.parameters import first_three, named_parameters, numbered
-from compiled_optim.lowering.torch_ops.inductor import InlinedStep
+from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.layout import is_sharded
 from compiled_optim.memory.torch_internals import called_while_tracing
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine

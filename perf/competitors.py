@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
-from compiled_optim.lowering import looped
+from compiled_optim.lowering import stack_loops
 from compiled_optim.lowering.kernels import symmetric
 from compiled_optim.optimizer import engine_of
 
@@ -85,7 +85,7 @@ def _multiply_in_torch(optimizer: Any) -> None:
     """Let the kernels of matrices be compiled with torch's products alone, without symmetric products."""
 
     def compiling(compile_all: Callable[[], None]) -> None:
-        with mock.patch.dict(symmetric.TILINGS, clear=True), mock.patch.object(looped, "_kernels", {}):
+        with mock.patch.dict(symmetric.TILINGS, clear=True), mock.patch.object(stack_loops, "_kernels", {}):
             compile_all()
 
     for lowering in engine_of(optimizer).step.lowerings:

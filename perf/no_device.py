@@ -25,7 +25,7 @@ from torch import Tensor
 
 import compiled_optim
 from compiled_optim.capture import graph
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.memory import torch_internals
 
@@ -48,10 +48,10 @@ def simulated_gpu(arch: int = ARCH) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for patched in (
             mock.patch.object(triton_driver, "_active", driver(arch)),
-            mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel}),
-            mock.patch.object(multi_tensor, "_kernels", {}),
-            mock.patch.object(triton, "current_device", _current_device, create=True),
-            mock.patch.object(multi_tensor, "current_device", _current_device, create=True),  # some revisions have it
+            mock.patch.dict(coefficients.BACKENDS, {"cpu": triton.TritonKernel}),
+            mock.patch.object(coefficients, "_kernels", {}),
+            mock.patch.object(triton, "current_device", _current_device),
+            mock.patch.object(coefficients, "current_device", _current_device),
             mock.patch.object(torch.cuda, "_exchange_device", functools.partial(answer, 0)),
             mock.patch.object(torch.cuda, "_maybe_exchange_device", functools.partial(answer, 0)),
             mock.patch.object(torch.cuda, "is_current_stream_capturing", functools.partial(answer, False)),

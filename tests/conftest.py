@@ -164,20 +164,19 @@ def _default_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 @pytest.fixture(autouse=True, scope="session")
 def short_lists() -> Iterator[None]:
     """Let Inductor compile for two tensors at a time, half as many as for users, in 0.6 of the time."""
-    from compiled_optim.lowering.torch_ops import inductor
+    from compiled_optim.lowering import lists
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(inductor, "COUNT_UNFUSED", 2)
+        patch.setattr(lists, "COUNT_UNFUSED", 2)
         yield
 
 
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""
-    from compiled_optim.lowering import looped, multi_tensor, stacked
-    from compiled_optim.lowering.torch_ops import inductor
+    from compiled_optim.lowering import coefficients, lists, stack_code, stack_loops
 
-    for module in (inductor, looped, multi_tensor, stacked):
+    for module in (coefficients, lists, stack_code, stack_loops):
         monkeypatch.setattr(module, "_kernels", {})
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live
-from compiled_optim.lowering.choice import Totals, lower
+from compiled_optim.lowering.select import Totals, lower
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.layout import MemoryOrder, as_real, flat
 from compiled_optim.memory.torch_internals import outside_dynamo, outside_inference_mode

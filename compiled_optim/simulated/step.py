@@ -12,7 +12,7 @@ from unittest import mock
 
 import torch
 
-from compiled_optim.lowering import looped, multi_tensor
+from compiled_optim.lowering import coefficients, stack_loops
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel
 from compiled_optim.memory import cache
@@ -144,7 +144,7 @@ def _noting_cpp(calls: list[str], texts: dict[str, None]) -> Iterator[None]:
         return launch(kernel, name, *args)
 
     with contextlib.ExitStack() as stack:
-        for module in (looped, multi_tensor):  # else kernels that the process has would not be compiled
+        for module in (coefficients, stack_loops):  # else kernels that the process has would not be compiled
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         stack.enter_context(mock.patch.object(cpp, "library", library))
         stack.enter_context(mock.patch.object(Kernel, "_launch", noting))

@@ -30,7 +30,7 @@ from compiled_optim.groups.parameters import (
     without_aliases,
 )
 from compiled_optim.groups.per_parameter import ByName, check_kept, check_names, ignores_prefixes, kept, warn_of_unused
-from compiled_optim.lowering.torch_ops.inductor import InlinedStep
+from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.layout import scalars_device

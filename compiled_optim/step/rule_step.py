@@ -5,17 +5,19 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.live import Live
 from compiled_optim.groups.parameters import first_three
-from compiled_optim.lowering.choice import LOWERINGS, SquareSums, Totals, lower, refuse
-from compiled_optim.lowering.multi_tensor import Capturable, MultiTensorLowering
-from compiled_optim.lowering.torch_ops.eager import EagerLowering, Lowering
-from compiled_optim.lowering.torch_ops.inductor import InductorLowering, InlinedStep, obstacle
+from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
+from compiled_optim.lowering.eager import EagerLowering
+from compiled_optim.lowering.inlined import InlinedStep, obstacle
+from compiled_optim.lowering.lists import ListLowering
+from compiled_optim.lowering.lowering import Lowering
+from compiled_optim.lowering.select import LOWERINGS, SquareSums, Totals, lower, refuse
 from compiled_optim.memory import addresses
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.torch_internals import Captures, can_capture, in_range, let_stay, outside_inference_mode
@@ -124,7 +126,7 @@ class RuleStep(Step):
             view = Plan(rule, plan.statics, plan.members, lambda _: None)
             before = view.scalars.clone()
             step_counts = zip(plan.members, before[0].tolist(), strict=True)
-            lowering = EagerLowering(view, Clipping(plan.device), self._log)
+            lowering = EagerLowering(view, TorchCoefficients(view, Clipping(plan.device)), self._log)
             lowering.prepare([m.owner if m.group in groups and steps else None for m, steps in step_counts])
             try:
                 lowering.launch()
@@ -166,8 +168,6 @@ class RuleStep(Step):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
         for lowering, plan_grads in zip(self.lowerings, self._by_plan(grads), strict=True):
-            if not isinstance(lowering, MultiTensorLowering):
-                return False
             if not lowering.resumes(plan_grads, state=state, keep_alive=runs_user_code):
                 return False
         return True
@@ -193,8 +193,8 @@ class RuleStep(Step):
         return reason or ("" if self.describes(grads) else "a parameter moved or its gradient has another dtype")
 
     def inlined(self) -> InlinedStep | str:
-        lowerings = [x for x in self.lowerings if isinstance(x, InductorLowering)]  # all of them, if this is their name
-        reason = "" if self.name == InductorLowering.name else f"it is lowered to {self.name}"
+        lowerings = [x for x in self.lowerings if isinstance(x, ListLowering)]  # all of them, if this is their name
+        reason = "" if self.name == ListLowering.name else f"it is lowered to {self.name}"
         reason = reason or ("its health is watched" if self.watches else "")
         names = ((group, n) for group in self._groups for n in group.kind._declaration.structural_hypers)
         if not reason and (name := next((n for group, n in names if group.has_escaped(n) and not group.nonzero(n)), "")):
@@ -204,7 +204,7 @@ class RuleStep(Step):
         if reason:
             return reason
         if self._inlined is None or not self._inlined.follows(self._clipping):
-            inlined = InlinedStep(lowerings, self._positions, self._clipping, self._schedules)
+            inlined = InlinedStep([x.coefficients for x in lowerings], self._positions, self._clipping, self._schedules)
             hypers = [vector for group, name in inlined.hypers for vector in self.vectors[group][name]]
             for tensor in (*inlined.tensors, *inlined.clipping, *hypers):
                 let_stay(tensor)
@@ -216,13 +216,13 @@ class RuleStep(Step):
         self._compile(self._by_plan([None] * len(self.params)))
         for lowering in self.lowerings:
             self._clipping.outcome(lowering.plan.device)
-            if isinstance(lowering, Capturable):
-                lowering.preallocate()
+            if isinstance(lowering.coefficients, TableCoefficients):
+                lowering.coefficients.preallocate()
         self._pinned = [memory for lowering in self.lowerings for memory in lowering.plan.memory()]
 
     @property
     def is_preallocated(self) -> bool:
-        return all(x.table.gradients.reserved for x in self.lowerings if isinstance(x, Capturable))
+        return all(each.table.gradients.reserved for each in self._tables)
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and assigned numbers."""
@@ -277,7 +277,7 @@ class RuleStep(Step):
         if self._accumulated.was_on:
             return "a CUDA graph repeats one micro-batch, and optimizer_accumulation tells them apart in Python"
         for lowering in self.lowerings:
-            if not isinstance(lowering, Capturable):
+            if not isinstance(lowering.coefficients, TableCoefficients):
                 return (
                     f"a CUDA graph holds steps with lowering='multi_tensor'; {self.kind.__name__} updates "
                     f"'{lowering.plan.members[0].name}' in another way ({lowering.name})"
@@ -285,23 +285,24 @@ class RuleStep(Step):
         return ""
 
     @property
-    def _capturable(self) -> list[Capturable]:
-        return cast("list[Capturable]", self.lowerings)
+    def _tables(self) -> list[TableCoefficients]:
+        """The coefficients that a CUDA graph can hold."""
+        return [x.coefficients for x in self.lowerings if isinstance(x.coefficients, TableCoefficients)]
 
     def key(self) -> tuple[object, ...]:
-        return (self._square_sums, *(lowering.launch_key() for lowering in self._capturable))
+        return (self._square_sums, *(lowering.launch_key() for lowering in self.lowerings))
 
     def copy_gradients(self) -> None:
         """Copy gradients whose addresses are in no table to the addresses from which the graph reads them."""
-        for lowering in self._capturable:
+        for lowering in self.lowerings:
             lowering.copy_gradients_for_graph()
 
     @contextlib.contextmanager
     def reserve(self, steps: int) -> Iterator[None]:
         """Let the lowerings of captured steps upload their tables at the end of the ``with`` block."""
         with contextlib.ExitStack() as stack:
-            for lowering in () if self._uncompiled else self._capturable:  # else no step is captured
-                stack.enter_context(lowering.table.gradients.uploading_later(steps))
+            for coefficients in () if self._uncompiled else self._tables:  # else no step is captured
+                stack.enter_context(coefficients.table.gradients.uploading_later(steps))
             with super().reserve(steps):
                 yield
 
@@ -313,9 +314,9 @@ class RuleStep(Step):
         if self._clipping.measures_norm != (self._square_sums is not None):
             return None
         Live.send(self.changes)
-        for lowering in self._capturable:
-            lowering.hypers.refresh()
-        return (self._square_sums, *self.lowerings, *(lowering.hypers.copied() for lowering in self._capturable))
+        for coefficients in self._tables:
+            coefficients.hypers.refresh()
+        return (self._square_sums, *self.lowerings, *(coefficients.hypers.copied() for coefficients in self._tables))
 
 
 def step_with_rule(engine: Engine, action: str) -> RuleStep:

@@ -14,7 +14,7 @@ from torch import Tensor
 from compiled_optim.checkpoint.state_dict import PreparedLoad
 from compiled_optim.groups.live import Changes
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.lowering.torch_ops.inductor import InlinedStep
+from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Rule

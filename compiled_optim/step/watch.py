@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering.coefficients import TableCoefficients
 from compiled_optim.lowering.kernels.table import Launch, upload
 from compiled_optim.lowering.kernels.triton import TritonKernel, prepared
-from compiled_optim.lowering.torch_ops.eager import Lowering
+from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.memory.layout import as_real, flat, is_dense, plain_copy, scalar_dtype
 from compiled_optim.plan.clipping import NAMES, Clipping
 from compiled_optim.plan.plan import Member, Plan
@@ -83,11 +83,12 @@ class Looks:
 class KernelLooks:
     """:class:`Looks` in two launches, for a plan whose kernels read the addresses of gradients from tables on the device."""
 
-    def __init__(self, lowering: multi_tensor.MultiTensorLowering, table: Tensor, index: Tensor) -> None:
+    def __init__(self, coefficients: TableCoefficients, table: Tensor, index: Tensor) -> None:
         from compiled_optim.step.sample_kernels import look, note
 
-        self._kernel, self._lowering, self._table, self._index = note, lowering, table, index
-        plan, hypers = lowering.plan, [hyper.name for hyper in lowering.plan.hypers for _ in range(hyper.length)]
+        self._kernel, self._coefficients, self._table, self._index = note, coefficients, table, index
+        plan = coefficients.plan
+        hypers = [hyper.name for hyper in plan.hypers for _ in range(hyper.length)]
         rows = []
         for member, group, grad_dtype in zip(plan.members, plan.group_index, plan.grad_dtypes, strict=True):
             weight, grad = _weight(member).detach(), grad_dtype.to_real()
@@ -98,7 +99,7 @@ class KernelLooks:
             rows.append([sample.data_ptr(), *form, rate])
         self._samples, self._before = upload(rows, table.device), table.new_empty(len(rows), ELEMENTS)
         self._notes: dict[int, tuple[Launch, Sequence[Tensor]]] = {}
-        self._on_device = multi_tensor.current_device(table.device)
+        self._on_device = coefficients.on_device
         with self._on_device:
             self._look = prepared(look, (len(rows),), (self._samples, self._before, index), (ELEMENTS,))
 
@@ -109,7 +110,7 @@ class KernelLooks:
 
     def end(self) -> None:
         """Write the row, as :meth:`Looks.end`, and read the gradients, from the addresses of the update."""
-        read = self._lowering.table
+        read = self._coefficients.table
         with self._on_device:
             if (known := self._notes.get(id(read.grads))) is None:  # a step that is captured has its own table
                 tensors = self._samples, read.grads, read.hypers, read.outcome, self._before, self._index, self._table
@@ -154,12 +155,14 @@ class Watch:
     def looks(self) -> Looks | KernelLooks:
         """The writer of the table. It is made once the lowering is compiled, which may give state other memory."""
         lowering, written = self._lowering, (self._clipping, self._table, self._index)
+        coefficients = lowering.coefficients
         if (
-            isinstance(lowering, multi_tensor.MultiTensorLowering)
-            and isinstance(lowering.tables[0].kernel, TritonKernel)
+            isinstance(coefficients, TableCoefficients)
+            and isinstance(coefficients.kernel, TritonKernel)
+            and lowering.reads_addresses
             and all(is_dense(member.param) for member in self.plan.members)
         ):
-            return KernelLooks(lowering, *written[1:])
+            return KernelLooks(coefficients, *written[1:])
         return Looks(self.plan, *written)
 
     def note_load(self) -> None:

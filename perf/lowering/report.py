@@ -19,9 +19,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
-from compiled_optim.lowering import looped, multi_tensor, stacked
+from compiled_optim.lowering import coefficients, lists, stack_code, stack_loops
 from compiled_optim.lowering.kernels import triton
-from compiled_optim.lowering.torch_ops import inductor
 from compiled_optim.optimizer import engine_of
 from compiled_optim.simulated.fake_cuda import fake_cuda, triton_target
 from compiled_optim.simulated.record import Decisions, Record, recording
@@ -156,8 +155,8 @@ def lower(lowering: str, workload: Workload, arch: int, *, stand_in: bool = Fals
 @contextlib.contextmanager
 def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
     """Let CPU tensors take the lowering of a GPU."""
-    backends = mock.patch.dict(multi_tensor.BACKENDS, {"cpu": triton.TritonKernel})
-    with triton_target(arch), backends, mock.patch.object(multi_tensor, "_kernels", {}):
+    backends = mock.patch.dict(coefficients.BACKENDS, {"cpu": triton.TritonKernel})
+    with triton_target(arch), backends, mock.patch.object(coefficients, "_kernels", {}):
         yield
 
 
@@ -165,7 +164,7 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
 def _fake_cuda_anew(arch: int) -> Iterator[None]:
     """Use ``fake_cuda`` with no compiled kernels yet."""
     with fake_cuda(arch), contextlib.ExitStack() as stack:
-        for module in (inductor, looped, multi_tensor, stacked):
+        for module in (coefficients, lists, stack_code, stack_loops):
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()
         yield

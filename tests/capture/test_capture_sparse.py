@@ -14,7 +14,7 @@ from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.lowering.sparse import RowBatch
+from compiled_optim.lowering.rows import RowBatch
 
 STEPS = 20
 CONTROLS: list[dict[str, Any]] = [{}, {"max_grad_norm": 0.5}, {"skip_nonfinite": True}, {"maximize": True}]

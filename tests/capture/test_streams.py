@@ -83,7 +83,7 @@ class TestDevice:
         (table,) = lowering.tables
 
         def launch() -> None:
-            table.kernel.step(table, lowering.table)
+            table.kernel.step(table, lowering.coefficients.table)
 
         with device.device(0):
             self.expect(launch, "work on device 0 with memory of device 1")

@@ -24,7 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 import compiled_optim as co
-from compiled_optim.lowering import stacked as stacks
+from compiled_optim.lowering import stack_code
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -353,7 +353,7 @@ def rules_on_whole_tensors_step_shards_as_whole_ones(directory: Path) -> None:
     halves = {"0": ColwiseParallel(), "2": RowwiseParallel()}
     # Inductor's kernels take seconds each, and are the same as of whole tensors.
     uncompiled = pytest.MonkeyPatch()
-    uncompiled.setattr(stacks, "_make", stacks._uncompiled)
+    uncompiled.setattr(stack_code, "_make", stack_code._uncompiled)
     for kind, lowering in itertools.product(stacked(), ("eager", "auto")):
         sharded, whole = _build(), _build(sharded=False)
         options = {"lr": 0.05, "lowering": lowering, "max_grad_norm": 0.02, "skip_nonfinite": True}

@@ -267,10 +267,10 @@ class TestDoctor:
         assert drawn("doctor")[1].endswith("nothing falls back")
 
     def test_what_falls_back(self, told: Any, drawn: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        from compiled_optim.lowering import multi_tensor
+        from compiled_optim.lowering import coefficients
         from compiled_optim.memory import cache
 
-        monkeypatch.setattr(multi_tensor, "_kernels", {})
+        monkeypatch.setattr(coefficients, "_kernels", {})
         monkeypatch.setattr(cache, "compiler", lambda: ())
         monkeypatch.setattr("shutil.which", lambda name: None)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

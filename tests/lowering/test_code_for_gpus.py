@@ -15,7 +15,7 @@ from interpreted_stacks import SHAPES, made
 from new_process import printed_by
 from torch import Tensor, nn
 
-from compiled_optim.lowering import stacked
+from compiled_optim.lowering import stack_code
 from compiled_optim.memory.torch_compiler import Code, compiled
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
@@ -133,7 +133,7 @@ def test_stacks_on_a_gpu_do_what_eager_steps_do(name: str, tmp_path: Path) -> No
     """The rest of an iteration is rounded to bfloat16 once less than in eager steps."""
     functions: Sources = []
     recorders: list[Record] = []
-    kernels = mock.patch.multiple(stacked, compiled=_noting(functions, recorders), _kernels={})
+    kernels = mock.patch.multiple(stack_code, compiled=_noting(functions, recorders), _kernels={})
     with kernels, fake_cuda(90), recording("cuda") as recorder:
         recorders.append(recorder)
         params, optimizer = made(name, "inductor", "cuda")

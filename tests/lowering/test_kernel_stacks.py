@@ -18,10 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import compiled_optim as co
-from compiled_optim.lowering import looped
-from compiled_optim.lowering.kernels.cpp_stacks import stack_source
-from compiled_optim.lowering.looped import KernelStackLowering
-from compiled_optim.lowering.stacked import StackTableLowering
+from compiled_optim.lowering import stack_loops
+from compiled_optim.lowering.stacks import CodeStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import Number, hyper, storage
 from compiled_optim.simulated import ptx
@@ -115,8 +113,10 @@ def _gpu(arch: int = 90) -> Iterator[Record]:
         yield recorder
 
 
-def _kinds(optimizer: co.CompiledOptimizer) -> set[type]:
-    return {type(lowering) for lowering in engine_of(optimizer).step.lowerings}
+def _ways(optimizer: co.CompiledOptimizer) -> set[str]:
+    """How stacks are updated: by loops "in place" or in "copies", or by "code" of torch operations."""
+    stacks = [stack for lowering in engine_of(optimizer).step.lowerings for stack in lowering.stacks]
+    return {"code" if isinstance(s, CodeStack) else "in place" if s.copies is None else "copies" for s in stacks}
 
 
 class _Rows(co.CompiledOptimizer, granularity="tensor"):
@@ -161,29 +161,29 @@ def _held_apart(param: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "shape", "arranged", "options", "served"),
+    ("optimizer", "shape", "arranged", "options", "way"),
     [
-        *[(kind, (24, 40), dtype, {}, True) for kind in (co.Muon, co.NorMuon, co.Adafactor) for dtype in DTYPES],
-        (co.Muon, (3, 24, 40), torch.float32, {"stacks": ["*"]}, True),
-        (co.Muon, (2, 3, 24, 40), torch.float32, {"stacks": ["*"]}, True),
-        (co.Muon, (24, 40), torch.float32, {"split": {"w": 3}}, True),
-        (co.NorMuon, (24, 40), torch.float32, {"split": {"w": (12, 6, 6)}}, True),
-        (co.Muon, (2, 24, 40), torch.float32, {"stacks": ["*"], "split": {"w": 3}}, True),
-        (co.Muon, (2, 24, 40), torch.float32, {"stacks": ["*"], "split": {"w": (16, 8)}}, False),
-        (co.Muon, (64, 100), torch.float16, {"split": {"w": 4}, "weights": "stochastic"}, True),
-        (co.Muon, (64, 100), torch.float16, {"split": {"w": (48, 16)}, "weights": "stochastic"}, False),
-        (co.Adafactor, (7,), torch.float32, {}, True),
-        (co.Adafactor, (4, 3, 2, 5), torch.float32, {}, True),
-        (_Rows, (24, 40), torch.float32, {}, True),
-        (_Sorted, (24, 40), torch.float32, {}, False),
-        (_Columns, (24, 40), torch.float32, {}, False),
-        (co.Muon, (24, 40), Tensor.t, {}, False),
-        (co.Adafactor, (4, 3, 2, 5), _channels_last, {}, False),
-        (co.Adafactor, (24, 40), _held_apart, {}, False),
-        (co.Muon, (64, 128), torch.float32, {"state_dtype": "int8"}, True),
-        (co.NorMuon, (64, 128), torch.bfloat16, {"state_dtype": "int8", "weights": "split8"}, True),
-        (co.Muon, (64, 100), torch.float16, {"state_dtype": torch.bfloat16, "weights": "stochastic"}, True),
-        (co.Muon, (64, 100), torch.float64, {"state_dtype": torch.bfloat16}, False),
+        *[(kind, (24, 40), dtype, {}, "in place") for kind in (co.Muon, co.NorMuon, co.Adafactor) for dtype in DTYPES],
+        (co.Muon, (3, 24, 40), torch.float32, {"stacks": ["*"]}, "in place"),
+        (co.Muon, (2, 3, 24, 40), torch.float32, {"stacks": ["*"]}, "in place"),
+        (co.Muon, (24, 40), torch.float32, {"split": {"w": 3}}, "in place"),
+        (co.NorMuon, (24, 40), torch.float32, {"split": {"w": (12, 6, 6)}}, "in place"),
+        (co.Muon, (2, 24, 40), torch.float32, {"stacks": ["*"], "split": {"w": 3}}, "in place"),
+        (co.Muon, (2, 24, 40), torch.float32, {"stacks": ["*"], "split": {"w": (16, 8)}}, "code"),
+        (co.Muon, (64, 100), torch.float16, {"split": {"w": 4}, "weights": "stochastic"}, "in place"),
+        (co.Muon, (64, 100), torch.float16, {"split": {"w": (48, 16)}, "weights": "stochastic"}, "code"),
+        (co.Adafactor, (7,), torch.float32, {}, "in place"),
+        (co.Adafactor, (4, 3, 2, 5), torch.float32, {}, "in place"),
+        (_Rows, (24, 40), torch.float32, {}, "in place"),
+        (_Sorted, (24, 40), torch.float32, {}, "code"),
+        (_Columns, (24, 40), torch.float32, {}, "copies"),
+        (co.Muon, (24, 40), Tensor.t, {}, "copies"),
+        (co.Adafactor, (4, 3, 2, 5), _channels_last, {}, "copies"),
+        (co.Adafactor, (24, 40), _held_apart, {}, "copies"),
+        (co.Muon, (64, 128), torch.float32, {"state_dtype": "int8"}, "in place"),
+        (co.NorMuon, (64, 128), torch.bfloat16, {"state_dtype": "int8", "weights": "split8"}, "in place"),
+        (co.Muon, (64, 100), torch.float16, {"state_dtype": torch.bfloat16, "weights": "stochastic"}, "in place"),
+        (co.Muon, (64, 100), torch.float64, {"state_dtype": torch.bfloat16}, "code"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -192,7 +192,7 @@ def test_which_plans_loops_serve(
     shape: tuple[int, ...],
     arranged: torch.dtype | Callable[[Tensor], Tensor],
     options: dict[str, Any],
-    served: bool,
+    way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of all others Inductor compiles stacks."""
@@ -204,17 +204,15 @@ def test_which_plans_loops_serve(
         is_said = optimizer is _Sorted or (dtype, options) == (torch.float64, {"state_dtype": torch.bfloat16})  # by its rule
         with pytest.warns(RuntimeWarning, match="Inductor compiles stacks, since") if is_said else contextlib.nullcontext():
             optimizer_made = optimizer([("w", param)], **options)
-            kinds = _kinds(optimizer_made)
-        assert kinds == {KernelStackLowering if served else StackTableLowering}
+            ways = _ways(optimizer_made)
+        assert ways == {way}
         assert [finding.name for finding in co.compile_report(optimizer_made).findings] == ["slower"] * is_said
 
 
-def test_shards_go_another_way(one_process: None) -> None:
+def test_shards_are_gathered(one_process: None) -> None:
     param = nn.Parameter(distribute_tensor(torch.randn(24, 40), init_device_mesh("cpu", (1,)), [Shard(0)]))
-    (lowering,) = engine_of(co.Muon([("w", param)])).step.lowerings
-    assert looped.refusal_in_place(lowering.plan) == ""
-    (lowering,) = engine_of(co.Muon([("w", nn.Parameter(torch.randn(24, 40)))])).step.lowerings
-    assert looped.refusal_in_place(lowering.plan) is None
+    assert _ways(co.Muon([("w", param)])) == {"copies"}
+    assert _ways(co.Muon([("w", nn.Parameter(torch.randn(24, 40)))])) == {"in place"}
 
 
 def _products(recorder: Record) -> int:
@@ -235,7 +233,7 @@ def test_stacks_without_a_gradient_take_no_time_but_in_a_graph(fresh_kernels: No
             recorder.take()
             optimizer.step()
             counts.append(_products(recorder))
-        with mock.patch.object(lowering.table.gradients, "_capture"):  # writes to memory that fake tensors lack
+        with mock.patch.object(lowering.coefficients.table.gradients, "_capture"):  # writes to memory that fake tensors lack
             lowering.prepare(None, (lowering.plan.device,))
         recorder.take()
         lowering.launch()
@@ -251,8 +249,8 @@ def test_stacks_without_a_gradient_take_no_time_but_in_a_graph(fresh_kernels: No
 
 
 def test_stacks_have_no_more_tensors_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert looped._TENSORS < 1 << 16
-    monkeypatch.setattr(looped, "_TENSORS", 5)
+    assert stack_loops.TENSORS < 1 << 16
+    monkeypatch.setattr(stack_loops, "TENSORS", 5)
     with fake_cuda(90):
         (lowering,) = engine_of(co.Muon(_parameters([(4, 3)] * 12))).step.lowerings
     assert [len(stack.positions) for stack in lowering.stacks] == [5, 5, 2]
@@ -284,7 +282,7 @@ def test_a_step_is_loops_and_products_alone(name: str, arch: int, fresh_kernels:
         first = recorder.take()
         optimizer.step()
         later = recorder.take()
-    assert _kinds(optimizer) == {KernelStackLowering}
+    assert _ways(optimizer) == {"in place"}
     assert not first.graphs + later.graphs
     assert (len(later.launches), len(later.operators)) == LAUNCHES[name, arch]
     assert {operator.name for operator in later.operators} <= {"bmm"}
@@ -299,10 +297,7 @@ def test_sizes_for_which_triton_compiles_apart_have_keys_of_their_own(device: st
     with fake_cuda(90):
         made = [co.Adafactor(_parameters([shape], device=device)) for shape in ((32, 64), (48, 80), (33, 64), (32, 65))]
         stacks = [stack for optimizer in made for stack in engine_of(optimizer).step.lowerings[0].stacks]
-        if device == "cpu":
-            keys = [looped._key(stack.key, *stack.parts, stack_source) for stack in stacks]
-        else:
-            keys = [stack.key for stack in stacks]
+        keys = [stack_loops._key_of(stack.key, *stack.parts, stack_loops.LOOPS[device]) for stack in stacks]
     assert len({key.arrangement for key in keys}) == kinds
 
 
@@ -343,7 +338,7 @@ def test_loops_compile_without_spills_and_with_wide_accesses(
         (stack,) = lowering.stacks
     used = {kernel: ptx.resources(text, arch) for kernel, text in texts.items()}
     assert sum(resources.spills for resources in used.values()) <= SPILLED.get((kind.__name__, arch), 0)
-    source = stack.kernels._source
+    source = stack.kernels[0]._source
     assert texts.keys() - {"add"} == {"evaluate", *(loop.name for loop in source.loops)}
     for loop in (loop for loop in source.loops if {"r", "c"} & {*loop.axes}):
         found = ptx.read(texts[loop.name])
@@ -362,7 +357,7 @@ def test_loops_compile_without_spills_and_with_wide_accesses(
 
 def test_sizes_and_numbers_compile_nothing(fresh_kernels: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither of tensors nor of hyperparameters: stacks whose code is equal have one entry, and Triton compiles it once."""
-    monkeypatch.setattr(looped, "_examples", {})
+    monkeypatch.setattr(stack_loops, "_examples", {})
     compiled = []
     with _gpu() as recorder:
         for shapes in ([(64, 256)], [(256, 512)] * 5 + [(64, 512)], [(64, 64)] * 2, [(256, 64)]):
@@ -373,7 +368,7 @@ def test_sizes_and_numbers_compile_nothing(fresh_kernels: None, monkeypatch: pyt
                 optimizer.step()
             taken = recorder.take()
             compiled.append({launch.kernel for launch in taken.launches if launch.name.startswith("loop")})
-        names = [key.arrangement for key in looped._kernels]
+        names = [key.arrangement for key in stack_loops._kernels]
     assert names == ["loops over stacks like 64 x 256", "loops over stacks like 256 x 64"]
     assert compiled[0] == compiled[1] == compiled[2]
     assert co.compile_report(optimizer).recompiles == 0

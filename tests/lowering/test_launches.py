@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 import compiled_optim as co
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import triton as lowering
 from compiled_optim.optimizer import engine_of
 
@@ -59,8 +59,8 @@ def _noting(stream: list[int]) -> Iterator[list[Launched]]:
     driver.get_current_stream = lambda device: stream[-1]
     with (
         mock.patch.object(triton_driver, "_active", driver),
-        mock.patch.dict(multi_tensor.BACKENDS, {"cpu": lowering.TritonKernel}),
-        mock.patch.object(multi_tensor, "_kernels", {}),
+        mock.patch.dict(coefficients.BACKENDS, {"cpu": lowering.TritonKernel}),
+        mock.patch.object(coefficients, "_kernels", {}),
         mock.patch.dict(sys.modules),
     ):
         for name in [name for name in sys.modules if name.startswith("compiled_optim_kernel_")]:
@@ -123,7 +123,7 @@ def test_arguments_are_the_tables(launches: list[Launched]) -> None:
     optimizer = co.AdamW(_params())
     optimizer.step()
     (made,) = engine_of(optimizer).step.lowerings
-    (table,), coefficients = made.tables, made.table
+    (table,), coefficients = made.tables, made.coefficients.table
     evaluate, update = launches
     tensors = [table.tensors, table.grads, table.blocks, coefficients.outcome, coefficients.coefficients]
     assert update.arguments == (*[t.data_ptr() for t in tensors], 3, 3)

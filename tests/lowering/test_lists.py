@@ -12,8 +12,8 @@ from catalog import Case, cases
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering.torch_ops import inductor, lists
-from compiled_optim.lowering.torch_ops.inductor import InductorLowering
+from compiled_optim.lowering import list_program, lists
+from compiled_optim.lowering.lists import ListLowering
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.simulated import fake_cuda as fake
@@ -28,7 +28,7 @@ SHAPES = [(3,), (4, 16), (1,), (64,), (4099,), (40, 128), (4096,), (0,)]
 def on_cpu(fresh_kernels: None) -> Iterator[None]:
     """Let CPU tensors take an accelerator's lowering, in lists of two."""
     torch._dynamo.reset()
-    with mock.patch.object(lists, "fuses_lists", return_value=True), mock.patch.object(inductor, "COUNT", 2):
+    with mock.patch.object(list_program, "fuses_lists", return_value=True), mock.patch.object(lists, "COUNT", 2):
         yield
     torch._dynamo.reset()
 
@@ -36,7 +36,7 @@ def on_cpu(fresh_kernels: None) -> Iterator[None]:
 @pytest.fixture
 def uncompiled() -> Iterator[None]:
     """Run what would be compiled."""
-    with mock.patch.object(inductor, "_make", inductor.uncompiled):
+    with mock.patch.object(lists, "_make", lists.uncompiled):
         yield
 
 
@@ -67,7 +67,7 @@ def _stepped(case: Case, lowering: str, dtype: torch.dtype = torch.float32) -> t
 def _assert_alike(case: Case, dtype: torch.dtype = torch.float32) -> None:
     params, optimizer = _stepped(case, "inductor", dtype)
     wanted, reference = _stepped(case, "eager", dtype)
-    assert {type(lowering) for lowering in engine_of(optimizer).step.lowerings} == {InductorLowering}
+    assert {type(lowering) for lowering in engine_of(optimizer).step.lowerings} == {ListLowering}
     assert engine_of(optimizer).log.fallbacks == {}
     for param, other in zip(params, wanted, strict=True):
         _assert_close(case, param.detach(), other.detach(), 1e-7)
@@ -184,6 +184,6 @@ def test_metal_has_lists_without_float64() -> None:
         params[1].grad = None
         optimizer.step()
         (lowering,) = engine_of(optimizer).step.lowerings
-    assert type(lowering) is InductorLowering
+    assert type(lowering) is ListLowering
     assert torch.float32 in made
     assert torch.float64 not in made

@@ -19,9 +19,9 @@ from matrix_averages import MatrixAverages
 from new_process import printed_by
 
 import compiled_optim as co
-from compiled_optim.lowering import looped
+from compiled_optim.lowering import stack_loops
 from compiled_optim.lowering.kernels import cpp_stacks
-from compiled_optim.lowering.looped import LoopLowering
+from compiled_optim.lowering.stacks import CodeStack, LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import Number, absolute, buffer, hyper, identity, maximum, sqrt, static, where
 
@@ -95,6 +95,10 @@ def _lowerings(optimizer: co.CompiledOptimizer) -> list[Any]:
     return list(engine_of(optimizer).step.lowerings)
 
 
+def _kinds(optimizer: co.CompiledOptimizer) -> set[type]:
+    return {type(stack) for lowering in _lowerings(optimizer) for stack in lowering.stacks}
+
+
 @pytest.mark.parametrize("shapes", [SHAPES, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize(
     ("dtype", "limit"), [(torch.float64, 1e-12), (torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=str
@@ -112,7 +116,7 @@ def test_products_are_those_of_torch_operations(dtype: torch.dtype, limit: float
 def test_products_in_bfloat16(product_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a processor multiplies float32 numbers in their place: both round once, by up to 2**-9, or rarely twice."""
     monkeypatch.setattr(cpp_stacks, "_HALF", product_dtype)
-    monkeypatch.setattr(looped, "_kernels", {})
+    monkeypatch.setattr(stack_loops, "_kernels", {})
     _equal_to_eager(Products, _params(MATRICES, torch.float32), 1e-2, {"in_half": True})
 
 
@@ -126,7 +130,7 @@ def _equal_to_eager(kind: type[co.CompiledOptimizer], params: list[torch.nn.Para
             give_gradients(params, twins, step, absent=3 if step % 2 else 0)
             optimizer.step()
             reference.step()
-    assert [type(lowering) for lowering in _lowerings(optimizer)] == [LoopLowering]
+    assert _kinds(optimizer) == {LoopStack}
     assert relative_error(params, twins) < limit
     for param, twin in zip(params, twins, strict=True):
         for name, value in reference.state[twin].items():
@@ -225,7 +229,7 @@ def test_other_rules_are_compiled_by_inductor(kind: type[co.CompiledOptimizer]) 
     optimizer.step()
     reference.step()
     assert relative_error(params, twins) < 1e-6
-    assert not any(isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer))
+    assert _kinds(optimizer) == {CodeStack}
     assert [finding.name for finding in co.compile_report(optimizer).findings] == ["slower"]
 
 
@@ -249,7 +253,7 @@ def test_numbers_are_stored_as_by_torch_operations(
     twins = copies(params, dtype)
     options = {"lr": 0.003, "beta": 0.8, "weights": weights, "state_dtype": state_dtype}
     optimizer, reference = MatrixAverages(params, **options), MatrixAverages(twins, lowering="eager", **options)
-    assert {type(lowering) for lowering in _lowerings(optimizer)} == {LoopLowering}
+    assert _kinds(optimizer) == {LoopStack}
     for step in range(4):
         give_gradients(params, twins, step)
         params[1].grad = twins[1].grad = None if step == 2 else params[1].grad
@@ -425,9 +429,8 @@ def test_what_loops_cannot_do_goes_another_way(
     assert relative_error(params, twins) < (1e-2 if update is _chosen_halves else 1e-5)
     for param, twin in zip(params, twins, strict=True):
         assert all(torch.allclose(optimizer.state[param][name], v, rtol=1e-5) for name, v in reference.state[twin].items())
-    found = {isinstance(lowering, LoopLowering) for lowering in _lowerings(optimizer)}
     is_written = not said or (update is _lower_precision and dtype == torch.float32)
-    assert found == {is_written}
+    assert _kinds(optimizer) == {LoopStack if is_written else CodeStack}
     assert [finding.name for finding in co.compile_report(optimizer).findings] == ["slower"] * (not is_written)
 
 
@@ -439,7 +442,8 @@ def test_state_of_another_shape_is_not_taken() -> None:
         optimizer = kind([param], lowering="eager")
         param.grad = torch.ones_like(param)
         optimizer.step()
-        assert (looped.refusal(_lowerings(optimizer)[0].plan) is None) is expected
+        refusal = stack_loops.refusal(_lowerings(optimizer)[0].plan, stack_loops.LOOPS["cpu"])
+        assert (refusal is None) is expected
 
 
 def test_axes_are_for_tensors() -> None:
@@ -489,7 +493,7 @@ def test_sums_of_wide_matrices_need_little_memory() -> None:
     optimizer = co.Adafactor([param])
     optimizer.step()
     (stack,) = _lowerings(optimizer)[0].stacks
-    assert stack.kernel(stack.shapes[0]).bytes < param.numel()
+    assert stack.kernels[0].bytes < param.numel()
 
 
 def test_large_memory_goes_back_after_an_update(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
 from compiled_optim.lowering.kernels.cpp import CppKernel
-from compiled_optim.lowering.sparse import add_up, entries_of
+from compiled_optim.lowering.rows import add_up, entries_of
 
 FAR = {"lr": 0.3, "betas": (0.6, 0.8), "eps": 0.05}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -17,8 +17,8 @@ from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.lowering import stacked as stacks
-from compiled_optim.lowering.stacked import StackedLowering
+from compiled_optim.lowering import stack_code, stack_loops, stacks
+from compiled_optim.lowering.stacks import CodeStack, LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule.fields import Hyper
 
@@ -282,15 +282,18 @@ class TestEveryOne:
 
 
 class _Counting:
-    """A kernel of Inductor's or of loops that notes how many tensors each call updates."""
+    """Code for stacks, or kernels of loops, and a note how many tensors each call updates."""
 
     def __init__(self, kernel: Any, calls: list[int]) -> None:
         self._kernel, self._calls = kernel, calls
 
-    def __call__(self, given: Sequence[Any]) -> Any:
-        """Of tensors, or of a stack's shape."""
-        self._calls.append(given[0] if isinstance(given[0], int) else len(given[0]))
-        return self._kernel(given)
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        self._calls.append(len(tensors[0]))
+        return self._kernel(tensors)
+
+    def run(self, arguments: Mapping[str, torch.Tensor], columns: int) -> None:
+        self._calls.append(len(arguments["index"]))
+        self._kernel.run(arguments, columns)
 
 
 @pytest.mark.parametrize("lowering", ["multi_tensor", "inductor"])
@@ -305,10 +308,13 @@ def test_kernel_calls_do_not_depend_on_the_number_of_tensors(
         give_gradients(params, params, 0)
         optimizer.step()
         (lowered,) = engine_of(optimizer).step.lowerings
-        assert isinstance(lowered, StackedLowering)
         calls: list[int] = []
         for stack in lowered.stacks:
-            stack.kernel = _Counting(stack.kernel, calls)
+            if isinstance(stack, LoopStack):
+                stack.kernels = [_Counting(kernels, calls) for kernels in stack.kernels]
+            else:
+                assert isinstance(stack, CodeStack)
+                stack.code = _Counting(stack.code, calls)
         optimizer.step()
         counts.append(calls)
     assert counts == [[10], [200]]
@@ -354,7 +360,7 @@ def test_numbers_of_a_stack_lie_where_inductors_code_takes_them(count: int, dtyp
     (lowered,) = engine_of(optimizer).step.lowerings
     (stack,) = lowered.stacks
     given: list[torch.Tensor] = []
-    stack.kernel = lambda tensors: (given.extend(tensors), tensors[::2][:2])[1]  # type: ignore[func-returns-value]
+    stack.code = lambda tensors: (given.extend(tensors), tensors[::2][:2])[1]  # type: ignore[func-returns-value]
     optimizer.step()
     numbers = given[3:]
     assert all(n.shape == (count, 1, 1) and n.data_ptr() % 16 == 0 for n in numbers)
@@ -380,7 +386,7 @@ def test_launches_on_a_gpu() -> None:
     ("operator", "given"), [(torch.ops.aten.mean.dim, ()), (torch.ops.aten.linalg_vector_norm.default, (2,))], ids=str
 )
 def test_sums_whose_dimensions_go_are_inductors(operator: Any, given: tuple[float, ...]) -> None:
-    x, ours = torch.linspace(-1, 2, 24).view(2, 3, 4), stacks.decompositions()[operator]
+    x, ours = torch.linspace(-1, 2, 24).view(2, 3, 4), stack_code.decompositions()[operator]
     assert ours(x, *given, [1, 2]) is NotImplemented
     torch.testing.assert_close(ours(x, *given, [1, 2], True), operator(x, *given, [1, 2], True))
 
@@ -468,7 +474,7 @@ def test_stacks_on_a_cpu_stay_small() -> None:
 
 def test_sums_in_stages_of_any_size(monkeypatch: pytest.MonkeyPatch, fresh_kernels: None) -> None:
     """What an accelerator computes, on the CPU."""
-    monkeypatch.setattr(stacks, "_SEQUENTIAL", set())
+    monkeypatch.setattr(stack_code, "_SEQUENTIAL", set())
     shapes = [
         (1, 1),
         (6, 1),
@@ -486,7 +492,8 @@ def test_sums_in_stages_of_any_size(monkeypatch: pytest.MonkeyPatch, fresh_kerne
     params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in shapes for _ in range(2)]
     twins = copies(params, torch.float64)
     kwargs = {"lr": 0.1, "eps": (1e-3, 1e-2), "weight_decay": 0.1}
-    optimizer, reference = co.Adafactor(params, **kwargs), torch.optim.Adafactor(twins, **kwargs)
+    optimizer = co.Adafactor(params, lowering="inductor", **kwargs)
+    reference = torch.optim.Adafactor(twins, **kwargs)
     with wide_scalars():
         for step in range(3):
             give_gradients(params, twins, step)
@@ -495,19 +502,22 @@ def test_sums_in_stages_of_any_size(monkeypatch: pytest.MonkeyPatch, fresh_kerne
     assert relative_error(params, twins) < 1e-13
 
 
+@pytest.mark.parametrize("transposed", [False, True], ids=["in place", "copies"])
 @pytest.mark.parametrize("optimizer_class", stacked(), ids=lambda c: c.__name__)
 def test_batches_and_one_stack_are_alike(
-    optimizer_class: type[co.CompiledOptimizer], monkeypatch: pytest.MonkeyPatch
+    optimizer_class: type[co.CompiledOptimizer], transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also with a norm of which some gradients stay stacked and others do not."""
     norms, results = [], []
-    for limit in (1 << 27, 2 * 12 * 20 * 8):
-        monkeypatch.setattr(stacks, "_BYTES", limit)
-        monkeypatch.setattr(stacks, "_CACHED_BYTES", limit * 3 // 2)
+    for elements in (1 << 24, 2 * 12 * 20):
+        monkeypatch.setattr(stack_loops, "_ELEMENTS", dict.fromkeys(stack_loops._ELEMENTS, elements))
+        monkeypatch.setattr(stacks, "_CACHED_BYTES", elements * 8 * 3 // 2)
         generator = torch.Generator().manual_seed(0)
         shapes = [(12, 20), (20, 12)] * 5
-        params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64, generator=generator)) for s in shapes]
+        tensors = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]
+        params = [torch.nn.Parameter(t.mT.contiguous().mT if transposed else t) for t in tensors]
         optimizer = optimizer_class(params, lr=0.1, max_grad_norm=0.5)
+        assert len(engine_of(optimizer).step.lowerings[0].stacks) == (2 if elements > 1000 else 6)
         for step in range(3):
             give_gradients(params, params, step, absent=3 if step else 0)
             optimizer.step()

@@ -19,11 +19,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.lowering import choice, stacked
+from compiled_optim.lowering import lists, stack_code, stack_loops
 from compiled_optim.lowering.kernels import symmetric
-from compiled_optim.lowering.looped import KernelStackLowering
-from compiled_optim.lowering.stacked import StackTableLowering
-from compiled_optim.lowering.torch_ops import inductor
+from compiled_optim.lowering.stacks import CodeStack, LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.simulated.fake_cuda import fake_cuda
 from compiled_optim.simulated.record import recording
@@ -49,7 +47,7 @@ def _parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype = torch.float3
 @pytest.fixture
 def by_inductor(monkeypatch: pytest.MonkeyPatch, fresh_kernels: None) -> None:
     """Let Inductor compile stacks that loops serve too, as it does transposed ones."""
-    monkeypatch.setattr(choice, "LOOPED", {})
+    monkeypatch.setattr(stack_loops, "LOOPS", {})
 
 
 @contextlib.contextmanager
@@ -73,7 +71,7 @@ def test_code_of_inductor_is_for_one_device(optimizer: type[co.CompiledOptimizer
             optimizer(_parameters(shapes, device=f"cuda:{index}"), lowering=lowering).step()
         guards = {int(n) for source in runs.sources for n in re.findall(r"(?:_DeviceGuard|set_device)\((\d+)\)", source)}
         assert guards == (set() if optimizer is co.AdamW and lowering == "auto" else {index})
-    devices = {signature.device for cache in (stacked._kernels, inductor._kernels) for signature in cache}
+    devices = {signature.device for cache in (stack_code._kernels, lists._kernels) for signature in cache}
     assert devices == ({"cuda:0", "cuda:1"} if runs.sources else set())
 
 
@@ -129,7 +127,7 @@ def test_launches_and_products_of_gpt2(
     tiles, height = -(-768 // tiling.block), tiling.block**2
     programs = 12 * tiles * (tiles + 1) // 2
     assert programs > 132
-    gram = [step for stack in lowering.stacks for step in (min(stack.shape[1:]), max(stack.shape[1:])) * 5]
+    gram = [step for stack in lowering.stacks for step in (min(stack.parts[0].shape), max(stack.parts[0].shape)) * 5]
     done = sum(products.operations) + (sum(2 * programs * height * depth for depth in gram) if own else 0)
     assert done == pytest.approx(operations, rel=1e-3)
 
@@ -155,7 +153,7 @@ def test_memory_beside_a_large_model(
 ) -> None:
     """Of LLaMA-7B, whose embeddings are not for Muon, in the first step, which compiles, and in later ones."""
     if way == "Inductor":
-        monkeypatch.setattr(choice, "LOOPED", {})
+        monkeypatch.setattr(stack_loops, "LOOPS", {})
     shapes = LLAMA_LAYER * FEW_LAYERS + (LLAMA_EMBEDDINGS if optimizer is co.Adafactor else [])
     with _gpu() as runs:
         subject = optimizer(_parameters(shapes), max_grad_norm=1.0)
@@ -164,8 +162,8 @@ def test_memory_beside_a_large_model(
         first = runs.peak
         runs.start()
         subject.step()
-    kinds = {type(lowering) for lowering in engine_of(subject).step.lowerings}
-    assert kinds == {StackTableLowering if way == "Inductor" else KernelStackLowering}
+    kinds = {type(stack) for lowering in engine_of(subject).step.lowerings for stack in lowering.stacks}
+    assert kinds == {CodeStack if way == "Inductor" else LoopStack}
     assert 1 << 20 < runs.peak <= GIB, runs.peak / GIB
     assert first <= GIB, first / GIB
 

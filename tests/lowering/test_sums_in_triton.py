@@ -13,7 +13,7 @@ from torch import nn
 
 import compiled_optim as co
 from compiled_optim.lowering.kernels import triton, triton_stacks
-from compiled_optim.lowering.looped import KernelStackLowering
+from compiled_optim.lowering.stacks import StackLowering
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 from compiled_optim.simulated import ptx
@@ -72,8 +72,8 @@ def test_sums_take_few_float64_operations(
         (lowering,) = engine_of(optimizer).step.lowerings
     assert kernels["evaluate"].metadata.num_warps == 1
     texts, operations = {name: kernel.asm["ptx"] for name, kernel in kernels.items()}, 0.0
-    if isinstance(lowering, KernelStackLowering):
-        source = lowering.stacks[0].kernels._source
+    if isinstance(lowering, StackLowering):
+        source = lowering.stacks[0].kernels[0]._source
         loops = [loop for loop in source.loops if loop.sums and {"r", "c"} <= {*loop.axes}]
         for loop in loops:
             codes = any(not source.dtypes[name].is_floating_point for name in loop.loads)

@@ -93,7 +93,7 @@ def test_loops_take_it_for_large_matrices_with_aligned_rows(
             params = [nn.Parameter(torch.empty(shape, device="cuda")) for _ in range(count)]
             made = optimizer([(f"w{i}", p) for i, p in enumerate(params)], stacks=["*"] if len(shape) > 2 else [])
             (stack,) = engine_of(made).step.lowerings[0].stacks
-            found.append(triton_stacks.stack_source(stack.key, stack.shape[1:]))
+            found.append(triton_stacks.stack_source(stack.key, stack.parts[0].shape))
     assert [source.tiling for source in found] == [symmetric.TILINGS[9, 0] if taken else None] * 2
     kinds = [op.kind for op in found[0].update.ops]
     assert kinds.count("quadratic") == (5 if taken else 0)

@@ -23,7 +23,7 @@ from catalog import (
 )
 
 import compiled_optim as co
-from compiled_optim.lowering.torch_ops import inductor
+from compiled_optim.lowering import lists
 from compiled_optim.rule.fields import Hyper, Static
 
 # Ten steps; the reference runs in 64 bits from the same values. Largest errors observed over the catalogue: float64 5e-15
@@ -68,7 +68,7 @@ CHECKED = [
 ]
 
 
-LONG = inductor.COUNT_UNFUSED
+LONG = lists.COUNT_UNFUSED
 _long_kernels: dict[Any, Any] = {}
 
 
@@ -76,8 +76,8 @@ _long_kernels: dict[Any, Any] = {}
 def long_lists(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let Inductor compile one case of each optimizer for as many tensors at a time as for users."""
     if case == _second(case.optimizer):
-        monkeypatch.setattr(inductor, "COUNT_UNFUSED", LONG)
-        monkeypatch.setattr(inductor, "_kernels", _long_kernels)
+        monkeypatch.setattr(lists, "COUNT_UNFUSED", LONG)
+        monkeypatch.setattr(lists, "_kernels", _long_kernels)
 
 
 @pytest.mark.quick

@@ -17,7 +17,7 @@ from catalog import cases
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.lowering.torch_ops import inductor, lists
+from compiled_optim.lowering import list_program, lists
 from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.rule import Number, buffer, hyper
 from compiled_optim.rule.fields import Static
@@ -65,10 +65,10 @@ class Late(co.CompiledOptimizer):
 def in_lists_of_two(compiled: Callable[..., Code]) -> Iterator[None]:
     """Let optimizers that are made and called inside have lists of two tensors, and nothing that was compiled before."""
     with (
-        mock.patch.object(lists, "fuses_lists", return_value=True),
-        mock.patch.object(inductor, "COUNT", 2),
-        mock.patch.object(inductor, "_kernels", {}),
-        mock.patch.object(inductor, "compiled", compiled),
+        mock.patch.object(list_program, "fuses_lists", return_value=True),
+        mock.patch.object(lists, "COUNT", 2),
+        mock.patch.object(lists, "_kernels", {}),
+        mock.patch.object(lists, "compiled", compiled),
     ):
         yield
 

@@ -63,11 +63,11 @@ def outcomes(dtype: torch.dtype, lowering: str, *, compiled: bool = False) -> li
 def main() -> None:
     import quick_interpreter
 
-    from compiled_optim.lowering import multi_tensor
+    from compiled_optim.lowering import coefficients
     from compiled_optim.lowering.kernels import triton
 
     quick_interpreter.install()
-    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
+    coefficients.BACKENDS["cpu"] = triton.TritonKernel
     json.dump({str(dtype): outcomes(dtype, "multi_tensor") for dtype in SIZES}, sys.stdout)
 
 

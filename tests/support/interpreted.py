@@ -14,7 +14,7 @@ import quick_interpreter
 import torch
 from catalog import Case, cases, relative_error
 
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import triton
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "complex64": torch.complex64}
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="+")
     wanted = parser.parse_args()
     quick_interpreter.install()
-    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
+    coefficients.BACKENDS["cpu"] = triton.TritonKernel
     errors = {}
     for case in (case for case in cases() if str(case) in wanted.cases):
         for name in dtypes_of(case, wanted.float32):

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import triton
 
 SIZES = (1, 12, 15, 120, 1030, 2048)
@@ -25,7 +25,7 @@ BY_DTYPE["bfloat16 gradients"] = (torch.float32, torch.bfloat16)
 
 
 def main() -> None:
-    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
+    coefficients.BACKENDS["cpu"] = triton.TritonKernel
     quick_interpreter.install()
     with claims() as claimed:
         found = {

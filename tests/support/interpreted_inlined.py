@@ -25,7 +25,7 @@ from torch import Tensor
 from triton import language
 from triton.runtime.interpreter import TensorHandle
 
-from compiled_optim.lowering.torch_ops import lists
+from compiled_optim.lowering import list_program
 from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.rule import storage
 
@@ -142,7 +142,7 @@ def _stepped(case: GPUCase, lowering: str, compiled: Callable[[list[Tensor]], An
 
 def _inlined(case: GPUCase, source: str, folder: Path) -> dict[str, Tensor]:
     """After steps whose operations a compiled function holds."""
-    with mock.patch.object(lists, "fuses_lists", return_value=True):
+    with mock.patch.object(list_program, "fuses_lists", return_value=True):
         return _stepped(case, "inductor", _loaded(source, folder))
 
 

@@ -19,8 +19,9 @@ from quick_interpreter import install
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.lowering import choice, looped, multi_tensor
+from compiled_optim.lowering import coefficients, stack_loops
 from compiled_optim.lowering.kernels import symmetric, triton, triton_stacks
+from compiled_optim.lowering.stacks import LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
 
@@ -95,8 +96,8 @@ def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
             stays = step == 2 or (i, step) == (1, 1)
             assert all(map(torch.equal, old, new)) == stays, (name, dtype, lowering, i, step)
     if lowering == "auto":
-        kinds = {type(lowering) for lowering in engine_of(optimizer).step.lowerings}
-        assert kinds == {looped.KernelStackLowering}, (name, dtype, kinds)
+        kinds = {type(stack) for lowering in engine_of(optimizer).step.lowerings for stack in lowering.stacks}
+        assert kinds == {LoopStack}, (name, dtype, kinds)
     state = {f"{i} {n}": v.double() for i, p in enumerate(params) for n, v in optimizer.state[p].items()}
     return state | {f"{i}": p.detach().double() - s for i, (p, s) in enumerate(zip(params, start, strict=True))}
 
@@ -105,8 +106,8 @@ def main() -> None:
     install()
     convert_bfloat16()
     leave_undefined()
-    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
-    choice.LOOPED["cpu"] = looped.refusal_in_place, looped.KernelStackLowering
+    coefficients.BACKENDS["cpu"] = triton.TritonKernel
+    stack_loops.LOOPS["cpu"] = stack_loops.LOOPS["cuda"]
     found = {}
     multiplications: list[Any] = []
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.capture import graph
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.optimizer import engine_of
 from compiled_optim.step import watch as watch_module
@@ -146,7 +146,7 @@ def differences(case: str, *, captured: bool) -> Iterator[str]:
 def main() -> None:
     quick_interpreter.install()
     convert_bfloat16()
-    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
+    coefficients.BACKENDS["cpu"] = triton.TritonKernel
     triton.prepared = watch_module.prepared = prepared  # type: ignore[assignment]
     found = {case: [*differences(case, captured=False)] for case in CASES}
     graph.GRAPHS["cpu"] = LaunchGraph  # type: ignore[assignment]

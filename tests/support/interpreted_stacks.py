@@ -20,7 +20,7 @@ from quick_interpreter import install
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.lowering import stacked
+from compiled_optim.lowering import stack_code
 from compiled_optim.memory.torch_compiler import Code
 
 SHAPES = {
@@ -68,7 +68,7 @@ def main() -> None:
             def compiled(*_: Any, given: Any = given, **__: Any) -> Code:
                 return interpreted_inlined._loaded(next(given), Path(folder))
 
-            with mock.patch.multiple(stacked, compiled=compiled, _kernels={}):
+            with mock.patch.multiple(stack_code, compiled=compiled, _kernels={}):
                 interpreted = stepped(name, "inductor")
             assert next(given, None) is None
             expected = stepped(name, "eager")

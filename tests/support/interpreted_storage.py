@@ -22,7 +22,7 @@ from triton import language
 from triton.runtime import interpreter
 
 import compiled_optim as co
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.rule import storage
 
@@ -34,7 +34,7 @@ def interpret() -> None:
     quick_interpreter.install()
     convert_bfloat16()
     leave_undefined()
-    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
+    coefficients.BACKENDS["cpu"] = triton.TritonKernel
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of what is infinite
 
 

@@ -15,8 +15,9 @@ from quick_interpreter import install
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.lowering import choice, looped, multi_tensor
+from compiled_optim.lowering import coefficients, stack_loops
 from compiled_optim.lowering.kernels import triton
+from compiled_optim.lowering.stacks import StackLowering
 from compiled_optim.optimizer import engine_of
 
 ELEMENTS = 5000  # of two blocks of sums, the last one of which is not full
@@ -57,7 +58,7 @@ def of_elements(x: Tensor, *, moved: bool) -> float:
     optimizer.step()
     (lowering,) = engine_of(optimizer).step.lowerings
     row = 1 + len(lowering.plan.rule.coefficient_names(lowering.plan.statics))
-    found = lowering.table.coefficients[row]
+    found = lowering.coefficients.table.coefficients[row]
     exact = sum_of_squares(x, 0)[None] / ELEMENTS
     return ulps(found if x.dtype == torch.float64 else found.float(), exact if x.dtype == torch.float64 else exact.float())
 
@@ -71,7 +72,7 @@ def of_matrix(x: Tensor, *, moved: bool) -> float:
     optimizer = co.Adafactor([param])
     optimizer.step()
     (lowering,) = engine_of(optimizer).step.lowerings
-    assert type(lowering) is looped.KernelStackLowering
+    assert isinstance(lowering, StackLowering)
     errors = []
     for name, dim in (("row_var", -1), ("col_var", -2)):
         found, exact = optimizer.state[param][name].flatten(), sum_of_squares(grad, dim).to(x.dtype)
@@ -81,8 +82,8 @@ def of_matrix(x: Tensor, *, moved: bool) -> float:
 
 def main() -> None:
     install()
-    multi_tensor.BACKENDS["cpu"] = triton.TritonKernel
-    choice.LOOPED["cpu"] = looped.refusal_in_place, looped.KernelStackLowering
+    coefficients.BACKENDS["cpu"] = triton.TritonKernel
+    stack_loops.LOOPS["cpu"] = stack_loops.LOOPS["cuda"]
     found = {}
     for kind in ("plain", "wide", "huge", "tiny"):
         for dtype in (torch.float32, torch.float64):

@@ -81,7 +81,7 @@ from triton.backends.nvidia.driver import CudaDriver  # noqa: E402
 from triton.runtime import driver as triton_driver  # noqa: E402
 
 import compiled_optim as co  # noqa: E402
-from compiled_optim.lowering import choice, looped, multi_tensor  # noqa: E402
+from compiled_optim.lowering import coefficients, stack_loops  # noqa: E402
 from compiled_optim.lowering.kernels import symmetric, triton_stacks  # noqa: E402
 from compiled_optim.lowering.kernels import triton as lowering  # noqa: E402
 from compiled_optim.rule import storage  # noqa: E402
@@ -232,8 +232,8 @@ def found_in(case: str) -> dict[str, Any]:
 
 def main() -> None:
     storage.MINIMUM = 64
-    multi_tensor.BACKENDS["cpu"] = lowering.TritonKernel
-    choice.LOOPED["cpu"] = looped.refusal_in_place, looped.KernelStackLowering
+    coefficients.BACKENDS["cpu"] = lowering.TritonKernel
+    stack_loops.LOOPS["cpu"] = stack_loops.LOOPS["cuda"]
     triton_stacks.tiling_of = lambda device: symmetric.TILINGS[9, 0]
     for module in (lowering, triton_stacks, symmetric):
         module.launcher = both_ways(module.launcher)

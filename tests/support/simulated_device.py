@@ -22,7 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compiled_optim.capture import graph as graphs
-from compiled_optim.lowering import multi_tensor
+from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, SCALARS, Kernel
 from compiled_optim.memory import addresses
@@ -352,8 +352,8 @@ def simulated_device(patch: Any) -> Iterator[SimulatedDevice]:
     for name, stand_in in stand_ins.items():
         patch.setattr(torch.cuda, name, stand_in)
     patch.setitem(graphs.GRAPHS, "cpu", graphs.CudaGraph)
-    for module in (multi_tensor, triton):
+    for module in (coefficients, triton):
         patch.setattr(module, "current_device", device.device)
-    patch.setitem(multi_tensor.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.CppKernel(s), device)))
+    patch.setitem(coefficients.BACKENDS, "cpu", lambda s: RecordedKernel(_Kernel(cpp.CppKernel(s), device)))
     with device:
         yield device

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_flatten, tree_map
 
 from compiled_optim.capture import graph as graphs
-from compiled_optim.lowering import choice, multi_tensor, stacked
+from compiled_optim.lowering import coefficients, stack_code, stack_loops
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel, Launches
 from compiled_optim.memory import torch_internals
@@ -248,9 +248,9 @@ def install(patch: Any) -> None:
     """Let CPU tensors have graphs, for as long as the monkeypatch ``patch`` lasts."""
     patch.setitem(graphs.GRAPHS, "cpu", SimulatedGraph)
     patch.setitem(torch_internals.CAPTURING, "cpu", recording_here)
-    patch.setitem(multi_tensor.BACKENDS, "cpu", _build)
-    patch.setattr(multi_tensor, "_kernels", {})
-    patch.setattr(choice, "LOOPED", {})
-    make = stacked._make
-    patch.setattr(stacked, "_make", lambda signature: RecordedStackKernel(make(signature)))
-    patch.setattr(stacked, "_kernels", _stack_kernels)
+    patch.setitem(coefficients.BACKENDS, "cpu", _build)
+    patch.setattr(coefficients, "_kernels", {})
+    patch.setattr(stack_loops, "LOOPS", {})
+    make = stack_code._make
+    patch.setattr(stack_code, "_make", lambda signature: RecordedStackKernel(make(signature)))
+    patch.setattr(stack_code, "_kernels", _stack_kernels)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering import choice, stacked
+from compiled_optim.lowering import stack_code, stack_loops
 from compiled_optim.simulated.fake_cuda import fake_cuda
 from compiled_optim.simulated.record import recording
 from perf.lowering import inductor_source
@@ -21,8 +21,8 @@ SHAPES = [(), (4,), (4, 6), (4, 3, 2, 2)]
 
 def main() -> None:
     for shape in SHAPES:
-        stacked._kernels.clear()  # a graph is recorded where it is made
-        with fake_cuda(90), mock.patch.object(choice, "LOOPED", {}):
+        stack_code._kernels.clear()  # a graph is recorded where it is made
+        with fake_cuda(90), mock.patch.object(stack_loops, "LOOPS", {}):
             params = [nn.Parameter(torch.empty(shape, device="cuda")) for _ in range(2)]
             for param in params:
                 param.grad = torch.empty_like(param)

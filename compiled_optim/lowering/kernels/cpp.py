@@ -55,10 +55,13 @@ INDEPENDENT = "#pragma GCC ivdep"
 def source(key: KernelKey) -> str:
     """Return the C++ text of the kernel for one key; it exports the functions that a :class:`CppKernel` launches."""
     text = WORDS + _EVALUATION.format(**evaluation(key, DIALECT, _ACCESSES, "  "))
+    squares = _SQUARE_SUMS.format(grad=STORAGE[key.dtypes[1]], numel=rows.NUMEL, block=BLOCK)
     if key.rule.granularity != "element":
-        return text
+        return text + squares
     program = Program(key, DIALECT)
-    return text + "".join(_means(program, *means) for means in program.means.items()) + _update(program)
+    means = "".join(_means(program, *means) for means in program.means.items())
+    stores = [_store(*new) for new in program.new_elements()]
+    return text + means + _each_block(program, "update", program.update, stores) + squares + _STEP
 
 
 class _Store(NamedTuple):
@@ -94,12 +97,6 @@ def _means(program: Program, stage: int, written: Written) -> str:
     sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
     stores = [_Store(expression, f"{name} += double({expression});") for name, expression in sums.items()]
     return _each_block(program, f"sums{stage}", written, stores, list(sums))
-
-
-def _update(program: Program) -> str:
-    stores = [_store(*new) for new in program.new_elements()]
-    (grad,) = (STORAGE[a.dtype] for a in program.arrays if a.row is None)
-    return _each_block(program, "update", program.update, stores) + _UPDATE.format(grad=grad, numel=rows.NUMEL, block=BLOCK)
 
 
 def _store(array: Array, value: str, above: str | None) -> _Store:
@@ -369,7 +366,7 @@ OURS void evaluate(const int64_t* inputs, const int64_t* grads, const int64_t* h
 }}
 """
 
-_UPDATE = """
+_SQUARE_SUMS = """
 OURS void square_sums(const int64_t* tensors, const int64_t* grads, const int64_t* blocks, double* sums, int64_t count,
                       int64_t block_count, int64_t, int64_t threads) {{
 #pragma omp parallel for schedule(dynamic, 4) num_threads(threads) if (threads > 1 && block_count > 1)
@@ -379,14 +376,16 @@ OURS void square_sums(const int64_t* tensors, const int64_t* grads, const int64_
     sums[c] = grads[t] ? sum_of_squares(at<const {grad}>(grads, 0, count, t) + start, left < {block} ? left : {block}) : 0;
   }}
 }}
+"""
 
+_STEP = """
 OURS void step(const int64_t* inputs, const int64_t* marks, const int64_t* hypers, const double* square_sums,
                double* outcome, double* k, const int64_t* tensors, const int64_t* grads, const int64_t* blocks,
                int64_t columns, int64_t square_sum_count, int64_t leads, int64_t count, int64_t block_count,
-               int64_t threads) {{
+               int64_t threads) {
   evaluate(inputs, marks, hypers, square_sums, outcome, k, columns, square_sum_count, leads, 1, 1);
   update(tensors, grads, blocks, outcome, k, count, columns, block_count, threads);
-}}
+}
 """
 
 

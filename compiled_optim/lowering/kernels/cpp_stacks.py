@@ -37,9 +37,9 @@ _HALF = torch.bfloat16 if "bf16" in processor() else torch.float32
 
 _VALUE = r"(?<![a-z0-9])e\d+"  # the name of a value, also behind an underscore
 
-FIRST_ARRAYS = ("coefficients", "outcome", "index", "params", "grads")
+FIRST_ARRAYS = ("coefficients", "outcome", "index", "tensors", "grads")
 """The first arrays of every function: the coefficients and the outcome of a coefficient table; for each tensor of the stack,
-its column there and the address of its parameter; for each column, the address of the gradient."""
+its column; for each column, the addresses of parameter and buffers, as in a tensor table, and that of the gradient."""
 
 
 class Part(NamedTuple):
@@ -140,8 +140,13 @@ class StackSource(Schedule):
         return f"start<{STORAGE[self.dtypes[name]]}>(arrays[{index}])"
 
     def _pointer(self, name: str, index: str = "t") -> str:
-        kind, address = STORAGE[self.dtypes[name]], {"param": "params[t]", "grad": "grads[index[t]]"}.get(name)
-        where = f"start<{kind}>({address})" if address else f"{self._start(name)} + {index} * {numel(self.axes_of(name))}"
+        kind = STORAGE[self.dtypes[name]]
+        if name == "grad":
+            where = f"start<{kind}>(grads[index[t]])"
+        elif name in self.update.inputs:
+            where = f"start<{kind}>(tensors[{self.row_of(name)} * columns + index[t]])"
+        else:
+            where = f"{self._start(name)} + {index} * {numel(self.axes_of(name))}"
         return f"{kind}* __restrict at_{name} = {where};"
 
     def _element(self, name: str, loop: Loop) -> str:
@@ -172,7 +177,7 @@ OURS void PART(const int64_t* arrays, const int64_t* sizes, const double* number
                int64_t threads) {{
   using T = {compute};
   const double *coefficients = start<const double>(arrays[0]), *outcome = start<const double>(arrays[1]);
-  const int64_t *index = start<const int64_t>(arrays[2]), *params = start<const int64_t>(arrays[3]);
+  const int64_t *index = start<const int64_t>(arrays[2]), *tensors = start<const int64_t>(arrays[3]);
   const int64_t* grads = start<const int64_t>(arrays[4]);{sizes}
   if (outcome[1]) return;
   run({alone}, count, threads, [&](const int64_t t) {{ return grads[index[t]] != 0; }},
@@ -235,10 +240,12 @@ class StackLoops:
             for name in (n for n in dict.fromkeys(names) if n in temporary and last[n] == i):
                 free[nbytes[name]].append(self.temporaries[name][0])
 
-    def run(self, addresses: Mapping[str, int], columns: int) -> None:
-        """Update a stack whose tensors have these ``addresses``."""
-        temporaries, own_addresses = _memory.of(self)
-        addresses = {**own_addresses, **addresses}
+    def run(self, arguments: Mapping[str, Tensor], columns: int) -> None:
+        """Update a stack, with tables of ``columns`` columns, and :data:`FIRST_ARRAYS` by name."""
+        if arguments["outcome"][1]:  # the step is skipped
+            return
+        temporaries, addresses = _memory.of(self)
+        addresses = addresses | {name: tensor.data_ptr() for name, tensor in arguments.items()}
         threads = 1 if self._is_serial else torch.get_num_threads()
         for event, function, sizes in self._events:
             if isinstance(event, Part):

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from compiled_optim.lowering.kernels.table import BUFFERS, PARAM
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule import symbols
@@ -111,6 +112,10 @@ class Schedule:
         if (op := self._ops.get(name.removeprefix("partial_"))) is not None:
             return op.axes
         return self.update.inputs.get(name, ("",) * len(self.update.axes))
+
+    def row_of(self, name: str) -> int:
+        """Return the row of a tensor table with the addresses of the parameter, or of a buffer, of this name."""
+        return PARAM if name == "param" else BUFFERS + int(name.removeprefix("buffer"))
 
     def shape(self, name: str, count: int, sizes: Mapping[str, int]) -> list[int]:
         """Return the shape of a value of ``count`` tensors. ``sizes`` has axes by letter, and numbers of partial results."""

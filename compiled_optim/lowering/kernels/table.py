@@ -387,6 +387,13 @@ class KernelTensors:
         self.launches.clear()
 
 
+def connect(tables: Sequence[KernelTensors], square_sums: Tensor) -> None:
+    """Let the kernels of ``tables`` write partial sums to the first of ``square_sums``."""
+    counts = [table.square_sum_count for table in tables]
+    for table, sums in zip(tables, torch.split(square_sums[: sum(counts)], counts), strict=True):
+        table.connect(sums)
+
+
 class Kernel(abc.ABC):
     """The compiled functions of a rule, the same in every language. A rule that is not elementwise has ``evaluate`` only.
 

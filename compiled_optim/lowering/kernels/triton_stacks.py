@@ -10,7 +10,6 @@ from typing import NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering.kernels import table as rows
 from compiled_optim.lowering.kernels.program import indented
 from compiled_optim.lowering.kernels.schedule import Event, Loop, Schedule, multiply, numel, size, source_of
 from compiled_optim.lowering.kernels.symmetric import ALIGNED, TEXT, Tiling, multiplier, tiling_of
@@ -127,8 +126,7 @@ class StackSource(Schedule):
     def _printed(self, loop: Loop) -> str:
         outer, inner = _tiled(loop.axes)
         arrays = [name for name in dict.fromkeys([*loop.loads, *loop.results]) if name in self.update.inputs]
-        at = {"param": rows.PARAM, **{f"buffer{i}": rows.BUFFERS + i for i in range(len(self.update.inputs))}}
-        addresses = [f"{n}_address = tl.load(tensors + {at[n]} * count + column)" for n in arrays if n != "grad"]
+        addresses = [f"{n}_address = tl.load(tensors + {self.row_of(n)} * count + column)" for n in arrays if n != "grad"]
         batch = [d for d, letter in enumerate(loop.axes) if letter and d not in (outer, inner)]
         before = [f"i{d} = (tl.program_id(0) // right // down).to(tl.int64)" for d in batch]
         before += [f"{n} = number(coefficients, {1 + int(n[1:])} * count + column)" for n in loop.numbers]

@@ -323,3 +323,8 @@ def _out_of_order(vector: Tensor, like: Tensor, order: Sequence[int]) -> Tensor:
     """Return ``vector``, whose elements are by dimensions in this ``order``, in the shape of ``like``."""
     ordered = vector[: like.numel()].view([like.shape[dim] for dim in order])
     return ordered.permute([order.index(dim) for dim in range(len(order))])
+
+
+def in_lists(tensors: Sequence[Tensor], count: int) -> list[list[Tensor]]:
+    """Return ``tensors`` in lists of ``count``."""
+    return [list(tensors[i : i + count]) for i in range(0, len(tensors), count)]

@@ -18,22 +18,22 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from compiled_optim.lowering.coefficients import TableCoefficients
 from compiled_optim.lowering.kernels.table import (
     BUFFERS,
     NUMEL,
     PARAM,
-    CoefficientTable,
     Ints,
     Kernel,
     Launches,
     tensor_rows,
     upload,
 )
-from compiled_optim.lowering.multi_tensor import Capturable
-from compiled_optim.lowering.torch_ops.inductor import InductorLowering, Vectors
+from compiled_optim.lowering.lists import ListLowering, Vectors
+from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.memory.torch_internals import Captures, assert_on_device, is_capturing, is_fake
-from compiled_optim.plan.clipping import Clipping, square_sum
+from compiled_optim.plan.clipping import square_sum
 from compiled_optim.plan.compilations import LISTS, MULTI_TENSOR, CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 
@@ -133,7 +133,7 @@ class GatheredRows(Vectors):
             target.index_put_(self._index, rows.view(-1, *target.shape[len(self._index) :]))
 
 
-class GatheredRowsLowering(InductorLowering):
+class GatheredRowsLowering(ListLowering):
     """The step on copies of rows, which are copied back after it. Entries of one row write the same values.
 
     If ``compiled``, Inductor's kernels update the copies, else plain torch operations.
@@ -157,7 +157,7 @@ class GatheredRowsLowering(InductorLowering):
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
-        self._square_sum.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
+        self._square_sums.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "claimed to be distinct", "unknown"]
@@ -166,7 +166,7 @@ Rows: TypeAlias = Literal["distinct", "repeated", "claimed to be distinct", "unk
 _CACHED_BATCHES = 16  # different numbers of entries whose memory is cached
 
 
-class RowTableLowering(Capturable):
+class RowTableLowering(Lowering):
     """The step with multi-tensor kernels on rows, whose addresses are computed from their indices on the device.
 
     Coefficients are evaluated for each parameter. For the update each entry is a tensor with the coefficients of its
@@ -175,22 +175,23 @@ class RowTableLowering(Capturable):
     """
 
     name = "multi_tensor"
+    coefficients: TableCoefficients
 
-    def __init__(self, plan: Plan, clipping: Clipping, log: CompilationLog) -> None:
-        super().__init__(plan, clipping, log)
+    def __init__(self, plan: Plan, coefficients: TableCoefficients, log: CompilationLog) -> None:
+        super().__init__(plan, coefficients, log)
         self._elections = [torch.empty(0, dtype=torch.int64, device=plan.device)]  # a captured graph may use any of them
         self._prepared: list[RowBatch] = []
         self._captured: list[object] = []  # read by every replay
 
     def compile(self) -> None:
         keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
-        self._kernels = [self._obtain_kernel(key, [i]) for i, key in enumerate(keys)]
+        self._kernels = [self.coefficients.obtain(key, [i]) for i, key in enumerate(keys)]
         self._batch_of = _cached_batches(self.plan, self._kernels)
-        self.table = CoefficientTable(self.plan, self._clipping, self.hypers, self._log)
+        self.coefficients.compile(self._kernels[0])
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         capturing = self.plan.device in captures
-        self.hypers.prepare(capturing)
+        self.coefficients.prepare(capturing)
         alike: dict[tuple[Any, ...], dict[int, Tensor]] = {}
         all_grads = self.plan.gradients(grads)
         for i, grad in enumerate(all_grads):
@@ -213,7 +214,7 @@ class RowTableLowering(Capturable):
         needed = max((batch.kind.rows for batch in self._prepared), default=0)
         if len(self._elections[-1]) < needed:
             self._elections.append(self._elections[-1].new_empty(needed))
-        self.table.gradients.mark(all_grads, capturing)
+        self.coefficients.table.gradients.mark(all_grads, capturing)
         if capturing:
             self._captured += self._prepared
 
@@ -226,16 +227,15 @@ class RowTableLowering(Capturable):
 
     def measure(self) -> None:
         self._gather()
-        self._square_sum.fill_(square_sum([batch.sums for batch in self._prepared], self.plan.device))
+        self._square_sums.fill_(square_sum([batch.sums for batch in self._prepared], self.plan.device))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
         self._gather()
         if self._prepared:
-            self._step(self._prepared)
+            self.coefficients.step(self._prepared)
         else:  # update nothing, but write the outcome of the step
-            with self._on_device:
-                self._kernels[0].evaluate(self.table)
+            self.coefficients.evaluate()
 
     def finish(self) -> None:
         super().finish()

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering import looped
+from compiled_optim.lowering import stack_loops
+from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
+from compiled_optim.lowering.eager import EagerLowering
+from compiled_optim.lowering.lists import ListLowering
+from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
-from compiled_optim.lowering.sparse import GatheredRowsLowering, RowTableLowering
-from compiled_optim.lowering.stacked import StackedLowering, StackTableLowering
-from compiled_optim.lowering.torch_ops.eager import EagerLowering, Lowering
-from compiled_optim.lowering.torch_ops.inductor import InductorLowering
+from compiled_optim.lowering.rows import GatheredRowsLowering, RowTableLowering
+from compiled_optim.lowering.stacks import StackLowering
 from compiled_optim.memory import cache, torch_internals
 from compiled_optim.memory.layout import add_over_shards, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
@@ -26,12 +28,6 @@ from compiled_optim.rule.symbols import PLAIN
 
 LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # the values of the option `lowering`
 LOWERINGS: tuple[LoweringName, ...] = get_args(LoweringName)
-LOOPED: dict[str, tuple[Callable[[Plan], str | None], Any]] = {
-    "cpu": (looped.refusal, looped.LoopLowering),
-    "cuda": (looped.refusal_in_place, looped.KernelStackLowering),
-}
-"""By device, for rules on whole tensors: a function that tells why loops cannot run a plan, and the lowering to loops."""
-
 _refused: dict[tuple[str, Rule], cache.CompilerError] = {}  # by device type and rule, why kernels do not compile
 
 
@@ -47,23 +43,28 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         ValueError: ``wanted`` does not support the plan's device.
     """
     name = _elementwise(plan, "eager" if differentiable else wanted, log)
+    if name != "multi_tensor":
+        of_torch, compiled = TorchCoefficients(plan, clipping), name != "eager"
+        if plan.rule.gradients == "sparse":
+            return GatheredRowsLowering(plan, of_torch, log, compiled=compiled)
+        if plan.rule.granularity != "element":
+            return StackLowering(plan, of_torch, log, compiled=compiled)
+        if compiled:
+            return ListLowering(plan, of_torch, log)
+        return EagerLowering(plan, of_torch, log, differentiable=differentiable)
     if plan.rule.gradients == "sparse":
-        if name == "multi_tensor" and all(m.param.is_contiguous() for m in plan.members):
-            return RowTableLowering(plan, clipping, log)
-        return GatheredRowsLowering(plan, clipping, log, compiled=name != "eager")
-    if plan.rule.granularity != "element":
-        if name == "multi_tensor":
-            refusal, loops = LOOPED.get(plan.device.type, (lambda plan: "", None))
-            if why := refusal(plan):
-                advice = "that may take a minute for each shape; lowering='inductor' avoids this warning"
-                log.fall_back(f"Inductor compiles stacks, since {why}", advice)
-            return (StackTableLowering if why is not None else loops)(plan, clipping, log)
-        return StackedLowering(plan, clipping, log, compiled=name != "eager")
-    if name == "eager":
-        return EagerLowering(plan, clipping, log, differentiable=differentiable)
-    if name == "multi_tensor":
-        return MultiTensorLowering(plan, clipping, log)
-    return InductorLowering(plan, clipping, log)
+        if all(m.param.is_contiguous() for m in plan.members):
+            return RowTableLowering(plan, TableCoefficients(plan, clipping, log), log)
+        return GatheredRowsLowering(plan, TorchCoefficients(plan, clipping), log)
+    of_table = TableCoefficients(plan, clipping, log)
+    if plan.rule.granularity == "element":
+        return MultiTensorLowering(plan, of_table, log)
+    loops = stack_loops.LOOPS.get(plan.device.type)
+    refusal = "" if loops is None else stack_loops.refusal(plan, loops)
+    if refusal:
+        advice = "that may take a minute for each shape; lowering='inductor' avoids this warning"
+        log.fall_back(f"Inductor compiles stacks, since {refusal}", advice)
+    return StackLowering(plan, of_table, log, loops=loops if refusal is None else None)
 
 
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:
