@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
+from compiled_optim.lowering.kernels.table import KernelTensors
 from compiled_optim.memory.torch_internals import Captures
 from compiled_optim.plan.clipping import square_sum
 from compiled_optim.plan.compilations import CompilationLog
@@ -24,11 +26,14 @@ class Lowering:
     Attributes:
         name: the name in reports.
         square_sum_count: the number of partial sums that :meth:`measure` writes; known after :meth:`compile`.
-        reads_addresses: True if kernels read gradients only at the addresses in the coefficients' table.
+        tables: the tensors whose gradients kernels measure; known after :meth:`compile`.
+        reads_addresses: True if kernels read gradients only at the addresses in the coefficients' table. Then steps that
+            differ in these alone may do :meth:`TableCoefficients.resumes` instead of :meth:`prepare`.
     """
 
     name: str
     square_sum_count = 1
+    tables: Sequence[KernelTensors] = ()
     reads_addresses = False
 
     def __init__(self, plan: Plan, coefficients: TorchCoefficients | TableCoefficients, log: CompilationLog) -> None:
@@ -46,7 +51,10 @@ class Lowering:
 
     def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
         """Let :meth:`measure` write to ``square_sums``, a part of the ``all_square_sums`` of all gradients."""
-        self._square_sums = square_sums
+        counts = [table.square_sum_count for table in self.tables]
+        *of_tables, self._square_sum = torch.split(square_sums, [*counts, len(square_sums) - sum(counts)])
+        for table, sums in zip(self.tables, of_tables, strict=True):
+            table.connect(sums)
         self.coefficients.connect(all_square_sums)
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
@@ -57,13 +65,9 @@ class Lowering:
         self._grads = self.plan.gradients(grads)
         self.coefficients.prepare(self.plan.device in captures)
 
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """Do :meth:`Plan.read` and :meth:`prepare` if nothing but addresses of gradients changed. Return True if so."""
-        return False
-
     def measure(self) -> None:
         """Write the partial sums of the squares of the prepared gradients."""
-        self._square_sums.fill_(square_sum(self._grads, self.plan.device))
+        self._square_sum.fill_(square_sum(self._grads, self.plan.device))
 
     def launch(self) -> None:
         """Update every parameter of the plan that has a prepared gradient."""

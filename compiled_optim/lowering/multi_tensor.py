@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from compiled_optim.lowering.coefficients import TableCoefficients
-from compiled_optim.lowering.kernels.table import KernelTensors, connect, tensor_rows
+from compiled_optim.lowering.kernels.table import KernelTensors, tensor_rows
 from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.memory import addresses
 from compiled_optim.memory.torch_internals import Captures, is_capturing
@@ -21,7 +21,6 @@ class MultiTensorLowering(Lowering):
     """The step of one plan with one kernel per dtype key."""
 
     name = "multi_tensor"
-    reads_addresses = True
     coefficients: TableCoefficients
 
     def compile(self) -> None:
@@ -31,8 +30,9 @@ class MultiTensorLowering(Lowering):
         kernels = [self.coefficients.obtain(key, where) for key, where in positions.items()]
         if isinstance(refusal := addresses.reader(), str):
             self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
-        tensors, self._orders = tensor_rows(self.plan)
-        self._stand_ins = [(i, order) for i, order in enumerate(self._orders) if order.stand_in is not None]
+        tensors, self._orders = tensor_rows(self.plan, range(len(self.plan.members)))
+        self._stand_ins = [(i, order) for i, order in self._orders.items() if order.stand_in is not None]
+        self.reads_addresses = not self._stand_ins
         self.coefficients.compile(kernels[0])
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
         self.tables = [
@@ -41,22 +41,15 @@ class MultiTensorLowering(Lowering):
         ]
         self.square_sum_count = sum(table.square_sum_count for table in self.tables)
 
-    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        super().connect(square_sums, all_square_sums)
-        connect(self.tables, square_sums)
-
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         capturing, gradients = self.plan.device in captures, self.coefficients.table.gradients
         self.coefficients.prepare(capturing)
-        if not (self.plan.addresses.unlike or self._stand_ins):
+        if self.reads_addresses and not self.plan.addresses.unlike:
             gradients.follow(self.plan.addresses, capturing)
             return
-        pairs = zip(self.plan.gradients(grads), self._orders, strict=True)
+        pairs = zip(self.plan.gradients(grads), self._orders.values(), strict=True)
         self._grads = [None if grad is None else order.arranged(grad) for grad, order in pairs]
         gradients.publish(self._grads, capturing)
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        return not self._stand_ins and self.coefficients.resumes(grads, state=state, keep_alive=keep_alive)
 
     def measure(self) -> None:
         with self.coefficients.on_device:

@@ -157,7 +157,7 @@ class GatheredRowsLowering(ListLowering):
 
     def measure(self) -> None:
         """Write the sum of the squares of the prepared gradients, after the entries of each row have been added up."""
-        self._square_sums.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
+        self._square_sum.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
 
 
 Rows: TypeAlias = Literal["distinct", "repeated", "claimed to be distinct", "unknown"]
@@ -227,7 +227,7 @@ class RowTableLowering(Lowering):
 
     def measure(self) -> None:
         self._gather()
-        self._square_sums.fill_(square_sum([batch.sums for batch in self._prepared], self.plan.device))
+        self._square_sum.fill_(square_sum([batch.sums for batch in self._prepared], self.plan.device))
 
     def launch(self) -> None:
         """Update the rows that the gradients name, and count a step of every parameter that has a gradient."""
@@ -254,7 +254,7 @@ def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, In
     It takes their positions, the number of entries of each, and their number of sparse dimensions. The caches must not refer
     to the lowering, which they would keep alive.
     """
-    tensors, _ = tensor_rows(plan)
+    tensors, _ = tensor_rows(plan, range(len(plan.members)))
 
     @functools.lru_cache(_CACHED_BATCHES)
     def kind_of(positions: Ints, sparse_dims: int) -> RowKind:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -19,12 +19,10 @@ from compiled_optim.lowering import stack_code, stack_loops
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
 from compiled_optim.lowering.kernels.table import (
     BUFFERS,
-    COLUMN,
-    NUMEL,
     PARAM,
     CoefficientTable,
     KernelTensors,
-    connect,
+    tensor_rows,
     upload,
 )
 from compiled_optim.lowering.lowering import Lowering
@@ -33,19 +31,14 @@ from compiled_optim.lowering.stack_loops import Loops, StackKernels
 from compiled_optim.memory.layout import (
     compute_dtype,
     is_plain,
-    overlap_shifted,
     parts_of_stack,
     plain_copy,
-    real_numel,
     whole_stack,
 )
 from compiled_optim.memory.torch_compiler import Code
-from compiled_optim.memory.torch_internals import Captures
+from compiled_optim.memory.torch_internals import Captures, is_capturing
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
-
-_CACHED_BYTES = 1 << 27
-"""The most bytes of gradients that stay stacked between :meth:`StackLowering.measure` and the update."""
 
 
 class StackLowering(Lowering):
@@ -91,9 +84,6 @@ class StackLowering(Lowering):
                 f"every process updates all of '{name}', which is split over more than one dimension of its mesh",
                 "a step takes longer",
             )
-        several = [copies for copies in copied if len(copies.positions) > 1]
-        ends = itertools.accumulate(copies.numel * copies.grad_dtype.itemsize for copies in several)
-        self._cached = {copies for copies, end in zip(several, ends, strict=True) if end <= _CACHED_BYTES}
         self.reads_addresses = loops is not None and not copied
         self._copied = copied
 
@@ -123,77 +113,50 @@ class StackLowering(Lowering):
             positions.setdefault(dataclasses.replace(key, dtypes=dtypes), []).append(i)
         kernels = [coefficients.obtain(each, where) for each, where in positions.items()]
         coefficients.compile(kernels[0] if kernels else coefficients.obtain(key, range(len(plan.members))))
-        tensors = _addresses(plan, [i for where in positions.values() for i in where])
-        self._tables = [
+        tensors, self._orders = tensor_rows(plan, itertools.chain(*positions.values()))
+        self.tables = [
             KernelTensors(kernel, plan, tensors, coefficients.table.gradients, where, 0)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
-        self.square_sum_count = sum(table.square_sum_count for table in self._tables) + bool(self._copied)
+        self.square_sum_count = sum(table.square_sum_count for table in self.tables) + bool(self._copied)
         for stack in in_place:
             stack.tensors = tensors
 
-    def connect(self, square_sums: Tensor, all_square_sums: Tensor) -> None:
-        super().connect(square_sums, all_square_sums)
-        if isinstance(self.coefficients, TableCoefficients):
-            connect(self._tables, square_sums)
-
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         super().prepare(grads, captures)
-        self._is_captured, self._reads_copies = self.plan.device in captures, False
-        self._gathered: dict[Copies, Tensor] = {}  # gradients that measure() gathered
+        self._reads_copies = False
         if not isinstance(self.coefficients, TableCoefficients):
             return
-        gradients = self.coefficients.table.gradients
+        capturing, gradients = self.plan.device in captures, self.coefficients.table.gradients
         if self._loops is None:
-            gradients.mark(self._grads, self._is_captured)
+            gradients.mark(self._grads, capturing)
         elif not self.plan.addresses.unlike:
-            gradients.follow(self.plan.addresses, self._is_captured)
+            gradients.follow(self.plan.addresses, capturing)
         else:
-            pairs = zip(self._grads, self.plan.members, strict=True)
-            self._grads = [None if grad is None else _arranged(grad, member.param) for grad, member in pairs]
-            gradients.publish(self._grads, self._is_captured)
-
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        if not self.reads_addresses:
-            return False
-        assert isinstance(self.coefficients, TableCoefficients)
-        self._is_captured = False
-        return self.coefficients.resumes(grads, state=state, keep_alive=keep_alive)
+            found = {i: grad for i, grad in enumerate(self._grads) if grad is not None}
+            arranged = {i: self._orders[i].arranged(grad) if i in self._orders else grad for i, grad in found.items()}
+            self._grads = list(map(arranged.get, range(len(self._grads))))
+            gradients.publish(self._grads, capturing)
 
     def copy_gradients_for_graph(self) -> None:
         for copies in self._copied:
             copies.copy_gradients(self._grads)
-        self._is_captured = self._reads_copies = True  # the capture comes next
+        self._reads_copies = True
 
     def measure(self) -> None:
-        """Write the sums of the squares of the prepared gradients. Some that are gathered are kept for :meth:`launch`."""
         if not isinstance(self.coefficients, TableCoefficients):
             super().measure()
             return
         with self.coefficients.on_device:
-            for table in self._tables:
+            for table in self.tables:
                 table.kernel.measure(table)
         if self._copied:
-            measured = [grads for copies in self._copied for grads in self._measured(copies)]
-            self._square_sums[-1:].fill_(sum(map(_square_sum, measured), 0.0))
-
-    def _measured(self, copies: Copies) -> Iterable[Tensor]:
-        """Return the prepared gradients of ``copies``, all together or one by one."""
-        if copies in self._cached:
-            if (grads := self._gradients(copies)) is None:
-                return []
-            self._gathered[copies] = grads
-            return [grads]
-        if self._reads_copies:
-            assert copies.copied_gradients is not None
-            return torch.split(copies.copied_gradients, 1)
-        return [stack_of([grad]) for i in copies.positions if (grad := self._grads[i]) is not None]
+            stacks = (grads for copies in self._copied if (grads := self._gradients(copies)) is not None)
+            self._square_sum.fill_(sum(map(_square_sum, stacks), 0.0))
 
     def _gradients(self, copies: Copies) -> Tensor | None:
         """Return the prepared gradients of ``copies``, with anything for absent ones; None if it has none."""
-        if self._reads_copies:
-            return copies.copied_gradients
-        return self._gathered.pop(copies, None) if copies in self._gathered else copies.gathered(self._grads)
+        return copies.copied_gradients if self._reads_copies else copies.gathered(self._grads)
 
     def _update(self) -> None:
         if isinstance(self.coefficients, TableCoefficients) and self._loops is not None:
@@ -206,12 +169,12 @@ class StackLowering(Lowering):
                 stack.update(grads, columns)
 
     def _run_loops(self, coefficients: TableCoefficients) -> None:
-        table = coefficients.table
+        table, captured = coefficients.table, is_capturing(self.plan.device)  # a replay may have other gradients
         with coefficients.on_device:
             for stack in self.stacks:
                 assert isinstance(stack, LoopStack)
-                if not self._is_captured and table.gradients.are_absent(stack.positions):
-                    continue  # in a replay, other parameters may have gradients
+                if not captured and table.gradients.are_absent(stack.positions):
+                    continue
                 if stack.copies is None:
                     stack.update(table)
                 elif (grads := self._gradients(stack.copies)) is not None:
@@ -258,9 +221,6 @@ class LoopStack:
         members, owner = [plan.members[i] for i in positions], plan.members[positions[0]].owner
         self.parts = stack_loops.parts_of(plan.rule, plan.statics, owner.shape)
         self.copies = None if _are_in_order(plan, members) else Copies(plan, positions, key)
-        for member, name in itertools.product(members if self.copies is None else [], plan.buffers):
-            entry = member.entries[name]
-            member.put(name, entry if entry.is_contiguous() and is_plain(entry) else plain_copy(entry))
         self._index = upload(positions, plan.device)
         entries = {PARAM: owner, **{i: members[0].state[name] for i, name in enumerate(plan.buffers, BUFFERS)}}
         rows = [math.prod(entries[i].shape[1:]) * entries[i].element_size() if i in entries else 0 for i in _rows(plan)]
@@ -412,26 +372,10 @@ def _rows(plan: Plan) -> range:
     return range(BUFFERS + len(plan.buffers))
 
 
-def _addresses(plan: Plan, positions: Sequence[int]) -> Tensor:
-    """Return the table of the contiguous tensors of ``plan`` at ``positions``; other columns are 0."""
-    rows = [[0] * len(plan.members) for _ in _rows(plan)]
-    for i in positions:
-        member = plan.members[i]
-        rows[PARAM][i], rows[NUMEL][i], rows[COLUMN][i] = member.param.data_ptr(), real_numel(member.param), i
-        for row, name in enumerate(plan.buffers, BUFFERS):
-            rows[row][i] = member.entries[name].data_ptr()
-    return upload(rows, plan.device)
-
-
 def _starts(stack: Tensor) -> Tensor:
     """Return the address of each tensor in a contiguous stack, int64, without waiting for the device."""
     start, size = stack.data_ptr(), stack.nbytes // len(stack)
     return torch.arange(start, start + stack.nbytes, size, device=stack.device)
-
-
-def _arranged(grad: Tensor, param: Tensor) -> Tensor:
-    """Return ``grad`` as loops read it: contiguous, and without an overlap with ``param``; a copy only if needed."""
-    return grad if grad.is_contiguous() and is_plain(grad) and not overlap_shifted(grad, param) else plain_copy(grad)
 
 
 def _square_sum(stack: Tensor) -> Tensor:

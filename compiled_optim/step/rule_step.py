@@ -60,6 +60,7 @@ class RuleStep(Step):
         if differentiable and self._clipping.measures_norm:
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
         self.lowerings = [lower(plan, engine.lowering, self._clipping, self._log, differentiable) for plan in plans]
+        self._tables = [x.coefficients for x in self.lowerings if isinstance(x.coefficients, TableCoefficients)]
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         started = time.perf_counter()
         if plans:
@@ -167,10 +168,10 @@ class RuleStep(Step):
         if not is_known or not self.is_current() or self.wakes(grads):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
-        for lowering, plan_grads in zip(self.lowerings, self._by_plan(grads), strict=True):
-            if not lowering.resumes(plan_grads, state=state, keep_alive=runs_user_code):
-                return False
-        return True
+        if len(self._tables) < len(self.lowerings) or not all(x.reads_addresses for x in self.lowerings):
+            return False
+        by_plan = zip(self._tables, self._by_plan(grads), strict=True)
+        return all(table.resumes(taken, state=state, keep_alive=runs_user_code) for table, taken in by_plan)
 
     def _by_plan(self, grads: Gradients) -> Sequence[Gradients]:
         if grads is None:
@@ -216,8 +217,8 @@ class RuleStep(Step):
         self._compile(self._by_plan([None] * len(self.params)))
         for lowering in self.lowerings:
             self._clipping.outcome(lowering.plan.device)
-            if isinstance(lowering.coefficients, TableCoefficients):
-                lowering.coefficients.preallocate()
+        for coefficients in self._tables:
+            coefficients.preallocate()
         self._pinned = [memory for lowering in self.lowerings for memory in lowering.plan.memory()]
 
     @property
@@ -283,11 +284,6 @@ class RuleStep(Step):
                     f"'{lowering.plan.members[0].name}' in another way ({lowering.name})"
                 )
         return ""
-
-    @property
-    def _tables(self) -> list[TableCoefficients]:
-        """The coefficients that a CUDA graph can hold."""
-        return [x.coefficients for x in self.lowerings if isinstance(x.coefficients, TableCoefficients)]
 
     def key(self) -> tuple[object, ...]:
         return (self._square_sums, *(lowering.launch_key() for lowering in self.lowerings))

@@ -160,7 +160,6 @@ class Watch:
             isinstance(coefficients, TableCoefficients)
             and isinstance(coefficients.kernel, TritonKernel)
             and lowering.reads_addresses
-            and all(is_dense(member.param) for member in self.plan.members)
         ):
             return KernelLooks(coefficients, *written[1:])
         return Looks(self.plan, *written)

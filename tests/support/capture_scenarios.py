@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import Number, buffer, hyper
 from compiled_optim.rule.fields import Hyper, Static
 
 Scenario = Callable[["Side", int], None]
@@ -65,11 +66,15 @@ def make(
     groups: int = 2,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
+    *,
+    transposed: bool = False,
     **kwargs: Any,
 ) -> Side:
-    """One side; every call makes the same one."""
+    """One side; every call makes the same one. The memory of matrices may be ``transposed``."""
     torch.manual_seed(4)
     model = Net(bias=optimizer._granularity != "matrix").to(device, dtype)
+    for param in (p for p in model.parameters() if transposed and p.dim() > 1):
+        param.data = param.data.mT.contiguous().mT
     given = {**required(optimizer), **kwargs}
     named = list(model.named_parameters())
     if groups == 1:
@@ -162,13 +167,13 @@ def overflow(side: Side, i: int) -> None:
 def every_hyperparameter(side: Side, i: int) -> None:
     """By assignment, and in the live tensor, in turn."""
     for g, group in enumerate(side.optimizer.param_groups):
-        for hyper in side.optimizer._fields_of(Hyper):
-            moved = shifted(side.optimizer, hyper, 0.01 * ((i + g) % 7))
+        for field_ in side.optimizer._fields_of(Hyper):
+            moved = shifted(side.optimizer, field_, 0.01 * ((i + g) % 7))
             if i % 2:
-                group[hyper.name] = moved if hyper.is_tuple else moved[0]
+                group[field_.name] = moved if field_.is_tuple else moved[0]
                 continue
-            found = side.optimizer.hyperparameter(hyper.name, g)
-            for tensor, value in zip(found if hyper.is_tuple else (found,), moved, strict=True):
+            found = side.optimizer.hyperparameter(field_.name, g)
+            for tensor, value in zip(found if field_.is_tuple else (found,), moved, strict=True):
                 tensor.fill_(value)
 
 
@@ -378,8 +383,30 @@ def assert_equal(ours: Side, twin: Side, step: int) -> None:
         assert torch.equal(a, b) or torch.allclose(a, b, rtol=0, atol=0, equal_nan=True), step
 
 
-KINDS: list[dict[str, Any]] = [{"optimizer": co.AdamW}, {"optimizer": co.Adafactor}, {"optimizer": co.Muon, "ns_steps": 1}]
-"""An optimizer of every granularity; Muon with one step of its iteration, which compiles sooner."""
+class Sorted(co.CompiledOptimizer, granularity="tensor"):
+    """A rule that loops cannot run."""
+
+    lr: Number = hyper(default=0.1, ge=0)
+    exp_avg = buffer()
+
+    @staticmethod
+    def coefficients(lr: Any) -> dict[str, Any]:
+        return dict(lr=lr)
+
+    @staticmethod
+    def update(param: Any, grad: Any, c: Any, exp_avg: Any) -> dict[str, Any]:
+        exp_avg = torch.lerp(exp_avg, grad, 0.3)
+        return dict(step=c.lr * torch.sort(exp_avg, dim=-1).values, exp_avg=exp_avg)
+
+
+KINDS: list[dict[str, Any]] = [
+    {"optimizer": co.AdamW},
+    {"optimizer": co.Adafactor},
+    {"optimizer": co.Muon, "ns_steps": 1},  # one step of its iteration, which compiles sooner
+    {"optimizer": co.Adafactor, "transposed": True},
+    {"optimizer": Sorted},
+]
+"""An optimizer of every granularity. Stacks are updated in place, in copies, or by code that Inductor compiles."""
 
 
 _INT8 = {"optimizer": co.AdamW, "dtype": torch.bfloat16, "state_dtype": "int8"}
@@ -394,7 +421,8 @@ LOW_PRECISION: list[dict[str, Any]] = [
 
 
 def kind_name(kwargs: dict[str, Any]) -> str:
-    return "-".join([kwargs["optimizer"].__name__, *([kwargs["weights"]] if "weights" in kwargs else [])])
+    words = [kwargs["optimizer"].__name__, kwargs.get("weights"), "transposed" * kwargs.get("transposed", False)]
+    return "-".join(filter(None, words))
 
 
 def recaptures_of(scenario: Scenario, kind: dict[str, Any]) -> int:

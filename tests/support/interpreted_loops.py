@@ -17,6 +17,8 @@ from interpreted_storage import convert_bfloat16, leave_undefined
 from matrix_averages import MatrixAverages
 from quick_interpreter import install
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import compiled_optim as co
 from compiled_optim.lowering import coefficients, stack_loops
@@ -41,6 +43,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "NorMuon in parts": {"lr": 0.1, "weight_decay": 0.3, "split": {"w[01]": (4, 10, 10), "w2": (22, 11), "w4": 3}},
     "Adafactor": {"lr": 0.3, "beta2_decay": -0.5, "eps": (1e-3, 0.1), "d": 1.5, "weight_decay": 0.2},
     "Adafactor defaults": {},
+    "Adafactor transposed": {"lr": 0.3, "d": 1.5, "weight_decay": 0.2},
+    "Muon transposed": {"lr": 0.03, "weight_decay": 0.3, "momentum": 0.7},
+    "Muon transposed in parts": {"lr": 0.1, "momentum": 0.7, "split": {"w[01]": (8, 8, 4, 4), "w6": 3, "w3": (20, 10, 10)}},
+    "Muon sharded": {"lr": 0.03, "weight_decay": 0.3, "momentum": 0.7},
 }
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 CASES = {
@@ -58,35 +64,47 @@ OPTIONS |= {name: {"lr": 0.01, "beta": 0.7, **options} for name, (_, options) in
 CASES |= {name: (name, dtype) for name, (dtype, _) in STORED.items()}
 
 
-def parameters(kind: str, dtype: torch.dtype) -> list[nn.Parameter]:
-    """Random ones, of which the second does not begin at a multiple of 16 bytes."""
-    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES[kind]]
+def parameters(name: str, dtype: torch.dtype) -> list[nn.Parameter]:
+    """Random ones, of which the second does not begin at a multiple of 16 bytes, or in memory that loops read in copies."""
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES[name.split()[0]]]
     moved = torch.empty(1 + params[1].numel(), dtype=dtype)[1:].view_as(params[1]).copy_(params[1].detach())
     params[1] = nn.Parameter(moved)
     assert params[1].data_ptr() % 16
+    if "transposed" in name:
+        return [nn.Parameter(p.detach().mT.contiguous().mT if p.dim() > 1 else p.detach()) for p in params]
+    if "sharded" in name:
+        mesh = init_device_mesh("cpu", (1,))
+        return [nn.Parameter(distribute_tensor(p.detach(), mesh, [Shard(0)])) for p in params]
     return params
+
+
+def number(tensor: Tensor) -> Tensor:
+    """All of a tensor."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def snapshot(optimizer: co.CompiledOptimizer, params: list[nn.Parameter]) -> list[list[Tensor]]:
     """Copies of each parameter and its state."""
-    return [[p.detach().clone(), *(v.clone() for v in optimizer.state[p].values())] for p in params]
+    return [[number(t.detach()).clone() for t in (p, *optimizer.state[p].values())] for p in params]
 
 
 def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
     """What four steps add to parameters, and state, in float64."""
     torch.manual_seed(0)
     kind = name.split()[0]
-    params = parameters(kind, dtype)
+    params = parameters(name, dtype)
     named = [(f"w{i}", p) for i, p in enumerate(params)]
     scales = {name: 1 / (i + 0.5) for i, (name, _) in enumerate(named)}
     stacks = {} if kind == "Adafactor" else {"stacks": ["*"]}
     made = MatrixAverages if kind == "MatrixAverages" else getattr(co, kind)
     optimizer = made(named, lowering=lowering, lr_scale=scales, **stacks, **OPTIONS[name])
-    start = [p.detach().double().clone() for p in params]
+    start = [number(p.detach()).double().clone() for p in params]
     generator = torch.Generator().manual_seed(1)
     for step in range(4):
         for i, param in enumerate(params):
-            param.grad = None if (i, step) == (1, 1) else torch.randn(param.shape, generator=generator).to(dtype)
+            grad = torch.randn(param.shape, generator=generator).to(dtype)
+            grad = distribute_tensor(grad, param.device_mesh, param.placements) if isinstance(param, DTensor) else grad
+            param.grad = None if (i, step) == (1, 1) else grad
         optimizer.max_grad_norm = 0.7 if step == 1 else None
         optimizer.found_inf = torch.tensor(float(step == 2))
         before = snapshot(optimizer, params)
@@ -96,16 +114,19 @@ def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
             stays = step == 2 or (i, step) == (1, 1)
             assert all(map(torch.equal, old, new)) == stays, (name, dtype, lowering, i, step)
     if lowering == "auto":
-        kinds = {type(stack) for lowering in engine_of(optimizer).step.lowerings for stack in lowering.stacks}
+        stacks = [stack for lowering in engine_of(optimizer).step.lowerings for stack in lowering.stacks]
+        kinds = {type(stack) for stack in stacks}
         assert kinds == {LoopStack}, (name, dtype, kinds)
-    state = {f"{i} {n}": v.double() for i, p in enumerate(params) for n, v in optimizer.state[p].items()}
-    return state | {f"{i}": p.detach().double() - s for i, (p, s) in enumerate(zip(params, start, strict=True))}
+        assert any(stack.copies is not None for stack in stacks) == ("transposed" in name or "sharded" in name)
+    state = {f"{i} {n}": number(v).double() for i, p in enumerate(params) for n, v in optimizer.state[p].items()}
+    return state | {f"{i}": number(p.detach()).double() - s for i, (p, s) in enumerate(zip(params, start, strict=True))}
 
 
 def main() -> None:
     install()
     convert_bfloat16()
     leave_undefined()
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     coefficients.BACKENDS["cpu"] = triton.TritonKernel
     stack_loops.LOOPS["cpu"] = stack_loops.LOOPS["cuda"]
     found = {}
@@ -122,6 +143,7 @@ def main() -> None:
             ours, expected = (stepped(*CASES[case], lowering) for lowering in ("auto", "eager"))
             errors = {n: ((ours[n] - e).norm() / e.norm().clamp(min=1e-30)).item() for n, e in expected.items()}
             found[case] = {"errors": errors, "symmetric products": len(multiplications)}
+    torch.distributed.destroy_process_group()
     print(json.dumps(found))
 
 

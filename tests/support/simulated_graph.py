@@ -12,7 +12,7 @@ import contextlib
 import functools
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,6 +25,7 @@ from compiled_optim.capture import graph as graphs
 from compiled_optim.lowering import coefficients, stack_code, stack_loops
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel, Launches
+from compiled_optim.lowering.stack_loops import Loops, StackKernels
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.memory.torch_internals import wraps_others
@@ -230,6 +231,29 @@ class RecordedStackKernel:
         return results
 
 
+class RecordedLoops:
+    """Loops over a stack, whose runs a simulated graph records."""
+
+    def __init__(self, loops: StackKernels) -> None:
+        self._loops = loops
+
+    def run(self, arguments: Mapping[str, Tensor], columns: int) -> None:
+        graph = SimulatedGraph.recording
+        if graph is None:
+            self._loops.run(arguments, columns)
+            return
+        kept = {name: graph.where_it_is(tensor) for name, tensor in arguments.items()}
+        graph.record("loops", lambda: self._loops.run(kept, columns))
+
+
+def _recorded(loops: Loops) -> Loops:
+    def kernels_of(key: KernelKey) -> Callable[[Sequence[int]], RecordedLoops]:
+        of_shape = loops.kernels_of(key)
+        return lambda shape: RecordedLoops(of_shape(shape))
+
+    return loops._replace(kernels_of=kernels_of)
+
+
 _stack_kernels: dict[KernelKey, Code] = {}  # kept from test to test, since they take seconds to compile
 
 
@@ -250,7 +274,8 @@ def install(patch: Any) -> None:
     patch.setitem(torch_internals.CAPTURING, "cpu", recording_here)
     patch.setitem(coefficients.BACKENDS, "cpu", _build)
     patch.setattr(coefficients, "_kernels", {})
-    patch.setattr(stack_loops, "LOOPS", {})
+    patch.setattr(stack_loops, "LOOPS", {"cpu": _recorded(stack_loops.LOOPS["cpu"])})
+    patch.setattr(stack_loops, "_kernels", {})
     make = stack_code._make
     patch.setattr(stack_code, "_make", lambda signature: RecordedStackKernel(make(signature)))
     patch.setattr(stack_code, "_kernels", _stack_kernels)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias
 
 import numpy as np
@@ -329,16 +329,18 @@ class TensorTable(Protocol):
         """The addresses of the gradients, (tensors,) int64; 0 leaves a tensor unchanged."""
 
 
-def tensor_rows(plan: Plan) -> tuple[Tensor, list[MemoryOrder]]:
-    """Return the rows of a :class:`TensorTable` for all parameters of ``plan``, and the memory order of each."""
-    members, orders = plan.members, list(map(plan.memory_order, plan.members))
-    rows = [
-        [order.target.data_ptr() for order in orders],
-        [real_numel(m.param) for m in members],
-        list(range(len(members))),
-        *([m.entries[name].data_ptr() for m in members] for name in plan.buffers),
-    ]
-    return upload(rows, plan.device), orders
+def tensor_rows(plan: Plan, positions: Iterable[int]) -> tuple[Tensor, dict[int, MemoryOrder]]:
+    """Return the rows of a :class:`TensorTable` of the parameters at ``positions`` of ``plan``, and their memory orders.
+
+    Columns of other parameters are 0.
+    """
+    orders = {i: plan.memory_order(plan.members[i]) for i in positions}
+    columns = [[0] * (BUFFERS + len(plan.buffers)) for _ in plan.members]
+    for i, order in orders.items():
+        member = plan.members[i]
+        buffers = [member.entries[name].data_ptr() for name in plan.buffers]
+        columns[i] = [order.target.data_ptr(), real_numel(member.param), i, *buffers]
+    return upload(list(zip(*columns, strict=True)), plan.device), orders
 
 
 class KernelTensors:
@@ -385,13 +387,6 @@ class KernelTensors:
         """Set :attr:`square_sums`, and drop the launches that write others."""
         self.square_sums = square_sums
         self.launches.clear()
-
-
-def connect(tables: Sequence[KernelTensors], square_sums: Tensor) -> None:
-    """Let the kernels of ``tables`` write partial sums to the first of ``square_sums``."""
-    counts = [table.square_sum_count for table in tables]
-    for table, sums in zip(tables, torch.split(square_sums[: sum(counts)], counts), strict=True):
-        table.connect(sums)
 
 
 class Kernel(abc.ABC):
