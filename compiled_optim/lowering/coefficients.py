@@ -42,7 +42,7 @@ def evaluated(
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
     """Count a step for the tensors where ``present`` is true (all if None), and write nothing.
 
-    ``scalars`` are :attr:`Plan.scalars` before the step; ``constants`` and ``group_index`` as in :class:`TorchLowering`;
+    ``scalars`` are :attr:`Plan.scalars` before the step; ``constants`` and ``group_index`` as in :class:`TorchCoefficients`;
     ``hypers`` the elements of the present hyperparameters, of several groups one after the other, or vectors with an entry
     per tensor. ``clipping`` are the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, empty if gradients are
     not clipped. ``square_sum`` is of all gradients, None if no norm is needed. ``neutral`` names numbers that are 1 for all
@@ -178,6 +178,10 @@ class TorchCoefficients:
         """Add ``totals``, over all plans, and the results of ``adapt`` to :attr:`rows`."""
         self.rows = torch.cat([self.rows, totals.unsqueeze(1).expand(-1, self.rows.shape[1])])
 
+    def finish(self) -> None:
+        """Release :attr:`rows`, and what autograd keeps for them."""
+        vars(self).pop("rows", None)
+
     def columns(self) -> Tensor:
         """Return :attr:`rows`, of which the second one is not 0 for tensors to leave unchanged."""
         if self._mask is not None:
@@ -283,6 +287,9 @@ class TableCoefficients:
     def add_totals(self, slices: Indices, totals: Tensor) -> None:
         """Write ``totals``, over all plans, and the results of ``adapt``."""
         self.table.coefficients[1:][slices.received] = totals.unsqueeze(1)
+
+    def finish(self) -> None:
+        """Keep the table, whose memory the next step uses again."""
 
     def columns(self) -> Tensor:
         """Return (2 + coefficients, tensors): the factor of the gradient, 0 for tensors to update, the coefficients."""

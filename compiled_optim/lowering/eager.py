@@ -36,7 +36,6 @@ class EagerLowering(Lowering):
     def launch_in_stages(self) -> Generator[Tensor, Tensor, None]:
         with torch.set_grad_enabled(self._differentiable):
             yield from super().launch_in_stages()
-        del self.coefficients.rows  # autograd's graph
 
     def _reduce(self, stage: int) -> Tensor:
         sums = self.coefficients.sums(self._stages[stage])

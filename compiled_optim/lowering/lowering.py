@@ -98,6 +98,7 @@ class Lowering:
     def finish(self) -> None:
         """Release the gradients."""
         self.plan.finish()
+        self.coefficients.finish()
         self._grads = ()
 
     def launch_key(self) -> tuple[object, ...]:

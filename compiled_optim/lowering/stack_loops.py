@@ -27,13 +27,14 @@ from compiled_optim.rule.transforms import equal_parts
 _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 """The most elements in a stack of several tensors on a CPU: sums then need little memory, products fit in caches."""
 
-_BYTES, TENSORS = 1 << 27, 65535  # the most bytes of parameters on a GPU, and tensors, in a stack of several
+_BYTES = 1 << 27  # the most bytes of parameters in a stack of several tensors on a GPU
+MOST_TENSORS = 65535  # in a stack: the rows of a CUDA grid
 
-_kernels: dict[KernelKey, Callable[[Sequence[int]], StackKernels]] = {}  # functions of a stack's shape
+_kernels: dict[KernelKey, Callable[[Sequence[int]], LoopKernels]] = {}  # functions of a stack's shape
 _examples: dict[str, tuple[int, ...]] = {}  # the first shape with some code, by that code
 
 
-class StackKernels(Protocol):
+class LoopKernels(Protocol):
     """The loops and products that update the tensors of one shape."""
 
     def run(self, arguments: Mapping[str, Tensor], columns: int) -> None:
@@ -54,16 +55,16 @@ class Loops(NamedTuple):
     """
 
     source_of: Callable[[KernelKey, Sequence[int]], Schedule | str]
-    kernels_of: Callable[[KernelKey], Callable[[Sequence[int]], StackKernels]]
+    kernels_of: Callable[[KernelKey], Callable[[Sequence[int]], LoopKernels]]
     most_elements: Callable[[KernelKey], int]
 
 
-def _in_cpp(key: KernelKey) -> Callable[[Sequence[int]], StackKernels]:
+def _in_cpp(key: KernelKey) -> Callable[[Sequence[int]], LoopKernels]:
     load = functools.cache(library)  # shared by shapes, loaded before any step
     return functools.partial(cpp_stacks.StackLoops, key, load=load)
 
 
-def _in_triton(key: KernelKey) -> Callable[[Sequence[int]], StackKernels]:
+def _in_triton(key: KernelKey) -> Callable[[Sequence[int]], LoopKernels]:
     return functools.partial(triton_stacks.StackKernels, key)
 
 
@@ -106,7 +107,7 @@ def _refusal(plan: Plan, loops: Loops, key: KernelKey, shape: torch.Size) -> str
     return None
 
 
-class Rows(NamedTuple):
+class Part(NamedTuple):
     """Rows of a tensor that loops update as one: a vector, a matrix, or a batch of matrices.
 
     ``first`` is the index of the first row, ``shape`` the shape that loops see.
@@ -116,14 +117,14 @@ class Rows(NamedTuple):
     shape: tuple[int, ...]
 
 
-def parts_of(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> list[Rows]:
+def parts_of(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> list[Part]:
     """Return the parts of a parameter; consecutive equal ones are a batch."""
     if rule.granularity != "matrix":
         sizes = [shape[axis] for axis in rule.axes_of(shape, statics)]
-        return [Rows(0, (shape.numel(),) if len(sizes) < 2 else (math.prod(sizes[:-2]), *sizes[-2:]))]
+        return [Part(0, (shape.numel(),) if len(sizes) < 2 else (math.prod(sizes[:-2]), *sizes[-2:]))]
     *batch, rows, columns = shape
     parts = [(first, count * math.prod(batch), size) for first, count, size in equal_parts(statics.get("split") or [rows])]
-    return [Rows(first, (count, size, columns) if batch or count > 1 else (size, columns)) for first, count, size in parts]
+    return [Part(first, (count, size, columns) if batch or count > 1 else (size, columns)) for first, count, size in parts]
 
 
 def _of_parts(key: KernelKey) -> KernelKey:
@@ -133,21 +134,20 @@ def _of_parts(key: KernelKey) -> KernelKey:
     return dataclasses.replace(key, statics=tuple(choice for choice in key.statics if choice[0] != "split"))
 
 
-def obtain(key: KernelKey, part: Rows, count: int, names: Sequence[str], log: CompilationLog) -> StackKernels:
+def obtain(loops: Loops, key: KernelKey, part: Part, count: int, names: Sequence[str], log: CompilationLog) -> LoopKernels:
     """Return the kernels of ``part`` of ``count`` tensors of ``key``, called ``names``. Equal code is compiled once."""
-    loops = LOOPS[torch.device(key.device).type]
     shape = (count, *part.shape)
     return log.obtain(_kernels, _key_of(key, part, loops), names, functools.partial(_by_shape, loops, shape))(shape)
 
 
-def _by_shape(loops: Loops, shape: Sequence[int], key: KernelKey) -> Callable[[Sequence[int]], StackKernels]:
+def _by_shape(loops: Loops, shape: Sequence[int], key: KernelKey) -> Callable[[Sequence[int]], LoopKernels]:
     """Return a cached function from the shape of stacks of ``key`` to their kernels; compile those of ``shape`` now."""
     of_shape = functools.cache(loops.kernels_of(key))
     of_shape(shape)
     return of_shape
 
 
-def _key_of(key: KernelKey, part: Rows, loops: Loops) -> KernelKey:
+def _key_of(key: KernelKey, part: Part, loops: Loops) -> KernelKey:
     """Return the key of the kernels that update ``part`` of tensors of ``key``."""
     key = _of_parts(key)
     source = loops.source_of(key, part.shape)

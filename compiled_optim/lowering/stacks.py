@@ -7,10 +7,9 @@ busy, and small enough that its copies need little memory.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +26,7 @@ from compiled_optim.lowering.kernels.table import (
 )
 from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.lowering.owners import Owners, owners
-from compiled_optim.lowering.stack_loops import Loops, StackKernels
+from compiled_optim.lowering.stack_loops import LoopKernels, Loops
 from compiled_optim.memory.layout import (
     compute_dtype,
     is_plain,
@@ -62,73 +61,67 @@ class StackLowering(Lowering):
         compiled: bool = True,
     ) -> None:
         super().__init__(plan, coefficients, log)
-        self._loops, self._compiled = loops, compiled
         self.name = "stacked" if compiled else "eager"
-        positions: dict[tuple[KernelKey, torch.Size], list[int]] = {}
-        for i, (member, grad_dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
+        self._of_table = coefficients if isinstance(coefficients, TableCoefficients) else None
+        positions: dict[tuple[KernelKey, torch.Size, bool], list[int]] = {}
+        for i, (member, dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
+            key = stack_code.key_of(plan, member, dtype) if loops is None else kernel_key(plan, member, dtype, "")
+            in_place = loops is not None and _is_in_order(plan, member)
             if member.owner.numel() > 0:
-                positions.setdefault((self._key(member, grad_dtype), member.owner.shape), []).append(i)
-        self.stacks = [
-            (CodeStack if loops is None else LoopStack)(plan, where[start : start + most], key)
-            for (key, shape), where in positions.items()
-            for most in [self._most(key, shape)]
-            for start in range(0, len(where), most)
-        ]
-        copied = [stack.copies for stack in self.stacks if stack.copies is not None]
-        firsts = itertools.accumulate((len(copies.positions) for copies in copied), initial=0)
-        for first, copies in zip(firsts, copied, strict=False):
+                positions.setdefault((key, member.owner.shape, in_place), []).append(i)
+        self._by_code: list[CodeStack] = []
+        self._by_loops: list[LoopStack] = []
+        for (key, shape, in_place), where in positions.items():
+            elements = stack_code.most_elements(key) if loops is None else loops.most_elements(key)
+            most = min(max(elements // shape.numel(), 1), stack_loops.MOST_TENSORS)
+            for part in (where[start : start + most] for start in range(0, len(where), most)):
+                if loops is None:
+                    self._by_code.append(CodeStack(plan, part, key, compiled=compiled))
+                else:
+                    self._by_loops.append(LoopStack(plan, part, key, loops, in_place=in_place))
+        self.stacks: list[CodeStack | LoopStack] = [*self._by_code, *self._by_loops]
+        self._copies = [stack.copies for stack in self.stacks if stack.copies is not None]
+        firsts = itertools.accumulate((len(copies.positions) for copies in self._copies), initial=0)
+        for first, copies in zip(firsts, self._copies, strict=False):
             copies.share(first)
-        if gathered := [copies for copies in copied if plan.sharded and copies.owners is None]:
+        if gathered := [copies for copies in self._copies if plan.sharded and copies.owners is None]:
             name = plan.members[gathered[0].positions[0]].name
             log.fall_back(
                 f"every process updates all of '{name}', which is split over more than one dimension of its mesh",
                 "a step takes longer",
             )
-        self.reads_addresses = loops is not None and not copied
-        self._copied = copied
-
-    def _key(self, member: Member, grad_dtype: torch.dtype) -> KernelKey:
-        if self._loops is None:
-            return stack_code.key_of(self.plan, member, grad_dtype)
-        return kernel_key(self.plan, member, grad_dtype, "")
-
-    def _most(self, key: KernelKey, shape: torch.Size) -> int:
-        """Return the most tensors of ``shape`` that a stack may have."""
-        most = stack_code.most_elements(key) if self._loops is None else self._loops.most_elements(key)
-        return min(max(most // shape.numel(), 1), stack_loops.TENSORS)
 
     def compile(self) -> None:
-        if isinstance(self.coefficients, TableCoefficients):  # raises at once if the compiler does not work
-            self._compile_tables(self.coefficients)
+        if self._of_table is not None:  # raises at once if the compiler does not work
+            self._compile_tables(self._of_table)
         for stack in self.stacks:
-            stack.compile([self.plan.members[i].name for i in stack.positions], self._log, compiled=self._compiled)
+            stack.compile([self.plan.members[i].name for i in stack.positions], self._log)
 
     def _compile_tables(self, coefficients: TableCoefficients) -> None:
-        """Make the tables of the tensors that are updated in place; kernels measure the gradients of these."""
-        plan, key = self.plan, coefficient_key(self.plan)
-        in_place = [stack for stack in self.stacks if isinstance(stack, LoopStack) and stack.copies is None]
-        positions: dict[KernelKey, list[int]] = {}
-        for i in itertools.chain(*(stack.positions for stack in in_place)):
-            dtypes = (key.dtypes[0], plan.grad_dtypes[i].to_real())
-            positions.setdefault(dataclasses.replace(key, dtypes=dtypes), []).append(i)
-        kernels = [coefficients.obtain(each, where) for each, where in positions.items()]
-        coefficients.compile(kernels[0] if kernels else coefficients.obtain(key, range(len(plan.members))))
-        tensors, self._orders = tensor_rows(plan, itertools.chain(*positions.values()))
+        """Make the tables of coefficients, and of the tensors that are updated in place."""
+        plan, positions = self.plan, dict[KernelKey, list[int]]()
+        for i, dtype in enumerate(plan.grad_dtypes):
+            positions.setdefault(coefficient_key(plan, dtype), []).append(i)
+        kernels = [coefficients.obtain(key, where) for key, where in positions.items()]
+        coefficients.compile(kernels[0])
+        in_place = [stack for stack in self.stacks if stack.copies is None]
+        self._tensors, self._orders = tensor_rows(plan, itertools.chain(*(stack.positions for stack in in_place)))
+        measured = ([i for i in where if i in self._orders] for where in positions.values())
         self.tables = [
-            KernelTensors(kernel, plan, tensors, coefficients.table.gradients, where, 0)
-            for kernel, where in zip(kernels, positions.values(), strict=True)
+            KernelTensors(kernel, plan, self._tensors, coefficients.table.gradients, where, 0)
+            for kernel, where in zip(kernels, measured, strict=True)
+            if where
         ]
-        self.square_sum_count = sum(table.square_sum_count for table in self.tables) + bool(self._copied)
-        for stack in in_place:
-            stack.tensors = tensors
+        self.square_sum_count = sum(table.square_sum_count for table in self.tables) + bool(self._copies)
+        self.reads_addresses = bool(self.tables) and not self._copies
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
         super().prepare(grads, captures)
         self._reads_copies = False
-        if not isinstance(self.coefficients, TableCoefficients):
+        if self._of_table is None:
             return
-        capturing, gradients = self.plan.device in captures, self.coefficients.table.gradients
-        if self._loops is None:
+        capturing, gradients = self.plan.device in captures, self._of_table.table.gradients
+        if not self.tables:
             gradients.mark(self._grads, capturing)
         elif not self.plan.addresses.unlike:
             gradients.follow(self.plan.addresses, capturing)
@@ -139,61 +132,66 @@ class StackLowering(Lowering):
             gradients.publish(self._grads, capturing)
 
     def copy_gradients_for_graph(self) -> None:
-        for copies in self._copied:
+        for copies in self._copies:
             copies.copy_gradients(self._grads)
         self._reads_copies = True
 
     def measure(self) -> None:
-        if not isinstance(self.coefficients, TableCoefficients):
+        if self._of_table is None:
             super().measure()
             return
-        with self.coefficients.on_device:
+        with self._of_table.on_device:
             for table in self.tables:
                 table.kernel.measure(table)
-        if self._copied:
-            stacks = (grads for copies in self._copied if (grads := self._gradients(copies)) is not None)
-            self._square_sum.fill_(sum(map(_square_sum, stacks), 0.0))
+        if self._copies:
+            grads = itertools.chain(*map(self._one_by_one, self._copies))
+            self._square_sum.fill_(sum(map(_square_sum, grads), 0.0))
+
+    def _one_by_one(self, copies: Copies) -> Iterable[Tensor]:
+        """Return the prepared gradients of ``copies`` in stacks of one tensor, which are not copied if contiguous."""
+        if self._reads_copies:
+            assert copies.copied_gradients is not None
+            return torch.split(copies.copied_gradients, 1)
+        return (stack_of([grad]) for i in copies.positions if (grad := self._grads[i]) is not None)
 
     def _gradients(self, copies: Copies) -> Tensor | None:
-        """Return the prepared gradients of ``copies``, with anything for absent ones; None if it has none."""
+        """Return the prepared gradients of ``copies``, with 0 for absent ones; None if it has none."""
         return copies.copied_gradients if self._reads_copies else copies.gathered(self._grads)
 
     def _update(self) -> None:
-        if isinstance(self.coefficients, TableCoefficients) and self._loops is not None:
-            self._run_loops(self.coefficients)
-            return
-        columns = self.coefficients.columns()
-        for stack in self.stacks:
-            assert isinstance(stack, CodeStack)
-            if (grads := self._gradients(stack.copies)) is not None:
-                stack.update(grads, columns)
+        if self._by_code:
+            columns = self.coefficients.columns()
+            for stack in self._by_code:
+                if (grads := self._gradients(stack.copies)) is not None:
+                    stack.update(grads, columns)
+        if self._by_loops:
+            assert self._of_table is not None
+            self._run_loops(self._of_table)
 
     def _run_loops(self, coefficients: TableCoefficients) -> None:
         table, captured = coefficients.table, is_capturing(self.plan.device)  # a replay may have other gradients
         with coefficients.on_device:
-            for stack in self.stacks:
-                assert isinstance(stack, LoopStack)
-                if not captured and table.gradients.are_absent(stack.positions):
-                    continue
+            for stack in self._by_loops:
                 if stack.copies is None:
-                    stack.update(table)
+                    if captured or not table.gradients.are_absent(stack.positions):
+                        stack.update(self._tensors, table)
                 elif (grads := self._gradients(stack.copies)) is not None:
                     stack.update_copies(stack.copies, grads, table)
 
 
 class CodeStack:
-    """Tensors of one shape that code of torch operations updates, in ``copies``."""
+    """Tensors of one shape that code of torch operations updates, in ``copies``; Inductor compiles it if ``compiled``."""
 
     code: Code  # assigned when compiled
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
-        self.positions, self._key = positions, key
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, *, compiled: bool) -> None:
+        self.positions, self._key, self._compiled = positions, key, compiled
         self.copies = Copies(plan, positions, key)
         self._dtype = compute_dtype(key.dtypes[0])
 
-    def compile(self, names: Sequence[str], log: CompilationLog, *, compiled: bool) -> None:
+    def compile(self, names: Sequence[str], log: CompilationLog) -> None:
         """Obtain the code for the parameters ``names``."""
-        self.code = stack_code.obtain(self._key, self.copies.numel, names, log, compiled=compiled)
+        self.code = stack_code.obtain(self._key, self.copies.numel, names, log, compiled=self._compiled)
         # Rows of numbers begin at multiples of 16 bytes; otherwise Inductor's code copies each.
         spare = self.copies.index.new_zeros(-len(self.copies.index) % 4)
         self._padded = torch.cat([self.copies.index, spare])
@@ -208,35 +206,34 @@ class CodeStack:
 
 
 class LoopStack:
-    """Tensors of one shape that loops update: in place, or in ``copies`` if their memory is not as loops read it.
+    """Tensors of one shape that ``loops`` update: in place, or else in ``copies``.
 
-    A part of the tensors with ``split`` has kernels of its own.
+    Each part of tensors with ``split`` has kernels of its own.
     """
 
-    tensors: Tensor  # the table of addresses of the plan's tensors that are updated in place; assigned when compiled
-    kernels: Sequence[StackKernels]  # likewise
+    kernels: Sequence[LoopKernels]  # assigned when compiled, by a process that updates some of the tensors
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
-        self.positions, self.key = positions, key
-        members, owner = [plan.members[i] for i in positions], plan.members[positions[0]].owner
-        self.parts = stack_loops.parts_of(plan.rule, plan.statics, owner.shape)
-        self.copies = None if _are_in_order(plan, members) else Copies(plan, positions, key)
-        self._index = upload(positions, plan.device)
-        entries = {PARAM: owner, **{i: members[0].state[name] for i, name in enumerate(plan.buffers, BUFFERS)}}
-        rows = [math.prod(entries[i].shape[1:]) * entries[i].element_size() if i in entries else 0 for i in _rows(plan)]
-        self._row_bytes = upload(rows, plan.device).view(-1, 1)  # of parameters and buffers, as in a table of tensors
-        self._grad_row_bytes = math.prod(owner.shape[1:]) * key.dtypes[1].itemsize
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, loops: Loops, *, in_place: bool) -> None:
+        self.positions, self.key, self._loops = positions, key, loops
+        member = plan.members[positions[0]]
+        self.parts = stack_loops.parts_of(plan.rule, plan.statics, member.owner.shape)
+        self.copies = None if in_place else Copies(plan, positions, key)
+        entries = [member.owner, *(member.state[name] for name in plan.buffers)]
+        sizes = dict(zip([PARAM, *range(BUFFERS, BUFFERS + len(plan.buffers))], map(_row_bytes, entries), strict=True))
+        self._row_bytes = torch.tensor([sizes.get(row, 0) for row in range(max(sizes) + 1)], device="cpu")
+        self._grad_row_bytes = _row_bytes(member.owner) // member.owner.element_size() * key.dtypes[1].itemsize
 
-    def compile(self, names: Sequence[str], log: CompilationLog, *, compiled: bool) -> None:
+    def compile(self, names: Sequence[str], log: CompilationLog) -> None:
         """Obtain the kernels for the parameters ``names``."""
-        if self.copies is not None:
-            self._index = self.copies.index
+        device = torch.device(self.key.device)
+        self._index = upload(self.positions, device) if self.copies is None else self.copies.index
+        self._row_bytes = upload(self._row_bytes, device).view(-1, 1)
         if count := len(self._index):
-            self.kernels = [stack_loops.obtain(self.key, part, count, names, log) for part in self.parts]
+            self.kernels = [stack_loops.obtain(self._loops, self.key, part, count, names, log) for part in self.parts]
 
-    def update(self, table: CoefficientTable) -> None:
-        """Update in place the tensors whose gradients have addresses in ``table``."""
-        self._run(self.tensors, table.grads, table)
+    def update(self, tensors: Tensor, table: CoefficientTable) -> None:
+        """Update in place, at the addresses in ``tensors``, the tensors whose gradients have addresses in ``table``."""
+        self._run(tensors, table.grads, table)
 
     def update_copies(self, copies: Copies, grads: Tensor, table: CoefficientTable) -> None:
         """Update copies from stacked ``grads``, for the tensors whose gradients are marked in ``table``."""
@@ -335,9 +332,8 @@ class Copies:
             param, *buffers = self.owners.spread(full, kinds)
         else:
             param, *buffers = (parts_of_stack(new, self._likes[kind]) for new, kind in zip(full, kinds, strict=True))
-        torch._foreach_copy_(self._params, param.unbind())
-        if self._buffers:  # a separate call, since tensors of several dtypes are copied one by one
-            torch._foreach_copy_(self._buffers, buffers)
+        _copy(self._params, param.unbind())
+        _copy(self._buffers, buffers)  # a separate call, since tensors of several dtypes are copied one by one
 
     def _arranged(self, full: Tensor) -> Tensor:
         if self._axes:
@@ -359,17 +355,27 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     return stacked if stacked.is_contiguous() and is_plain(stacked) else plain_copy(stacked)
 
 
-def _are_in_order(plan: Plan, members: Sequence[Member]) -> bool:
-    """Return True if the memory of the parameters is in the order in which the rule sees their elements."""
-    shape = members[0].owner.shape
-    if plan.sharded or plan.rule.axes_of(shape, plan.statics) != tuple(range(len(shape))):
-        return False
-    return all(member.param.is_contiguous() and is_plain(member.param) for member in members)
+def _is_in_order(plan: Plan, member: Member) -> bool:
+    """Return True if the memory of a parameter is in the order in which the rule sees its elements."""
+    shape = member.owner.shape
+    axes = [axis for axis in plan.rule.axes_of(shape, plan.statics) if shape[axis] != 1]
+    return not plan.sharded and axes == sorted(axes) and member.param.is_contiguous() and is_plain(member.param)
 
 
-def _rows(plan: Plan) -> range:
-    """Return the rows of a table of tensors."""
-    return range(BUFFERS + len(plan.buffers))
+def _row_bytes(tensor: Tensor) -> int:
+    """Return the size of a contiguous tensor's row, along its first dimension."""
+    return math.prod(tensor.shape[1:]) * tensor.element_size()
+
+
+def _copy(to: Sequence[Tensor], new: Sequence[Tensor]) -> None:
+    """Copy each of ``new`` into its tensor in ``to``, unless it was updated there."""
+    pairs = [(old, t) for old, t in zip(to, new, strict=True) if _storage(old) != _storage(t)]
+    if pairs:
+        torch._foreach_copy_([old for old, _ in pairs], [t for _, t in pairs])
+
+
+def _storage(tensor: Tensor) -> object:
+    return tensor.untyped_storage()._cdata
 
 
 def _starts(stack: Tensor) -> Tensor:

@@ -249,8 +249,8 @@ def test_stacks_without_a_gradient_take_no_time_but_in_a_graph(fresh_kernels: No
 
 
 def test_stacks_have_no_more_tensors_than_a_grid_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert stack_loops.TENSORS < 1 << 16
-    monkeypatch.setattr(stack_loops, "TENSORS", 5)
+    assert stack_loops.MOST_TENSORS < 1 << 16
+    monkeypatch.setattr(stack_loops, "MOST_TENSORS", 5)
     with fake_cuda(90):
         (lowering,) = engine_of(co.Muon(_parameters([(4, 3)] * 12))).step.lowerings
     assert [len(stack.positions) for stack in lowering.stacks] == [5, 5, 2]

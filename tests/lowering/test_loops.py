@@ -17,6 +17,7 @@ import torch
 from catalog import copies, give_gradients, relative_error, wide_scalars
 from matrix_averages import MatrixAverages
 from new_process import printed_by
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
 from compiled_optim.lowering import stack_loops
@@ -507,3 +508,74 @@ def test_large_memory_goes_back_after_an_update(monkeypatch: pytest.MonkeyPatch)
         results.append(param)
         assert (len(memory._known), len(memory._all) > 0) == (int(limit > 0), limit > 0)
     assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    "shape", [(64, 32, 1, 1), (64, 1, 3), (64, 1, 3, 3), (40, 1, 24), (40, 24, 1), (5, 1, 1), (3, 4, 1, 5)], ids=str
+)
+def test_dimensions_of_size_one_move_no_memory(shape: tuple[int, ...], count: int, transposed: bool) -> None:
+    """A rule that sees axes in another order gets the same memory if only such dimensions change places."""
+    tensors = [torch.randn(shape) for _ in range(count)]
+    params = [torch.nn.Parameter(t.transpose(0, 1).contiguous().transpose(0, 1) if transposed else t) for t in tensors]
+    twins = copies(params, torch.float32)
+    optimizer, reference = (
+        co.Adafactor(ps, lr=0.1, factored_dims="largest", lowering=how) for ps, how in ((params, "auto"), (twins, "eager"))
+    )
+    for step in range(3):
+        give_gradients(params, twins, step, absent=count if step == 1 else 0)
+        optimizer.step()
+        reference.step()
+    assert relative_error(params, twins) < 1e-6
+    for param, twin in zip(params, twins, strict=True):
+        for name, value in reference.state[twin].items():
+            assert torch.allclose(optimizer.state[param][name], value, rtol=1e-5), name
+    (stack,) = _lowerings(optimizer)[0].stacks
+    sizes = [shape[axis] for axis in optimizer._rule.axes_of(torch.Size(shape), {"factored_dims": "largest"})]
+    moves = [size for size in sizes if size > 1] != [size for size in shape if size > 1]
+    assert (stack.copies is None) == (params[0].is_contiguous() and not moves)
+
+
+class _Written(TorchDispatchMode):
+    """Notes the memory that lists are copied to, and from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._foreach_copy_.default:
+            self.pairs += [(to.data_ptr(), new.data_ptr()) for to, new in zip(*args[:2], strict=True)]
+        return func(*args, **(kwargs or {}))
+
+
+def test_only_parameters_are_copied_back() -> None:
+    """State that lives in stacks is updated there."""
+    params = [torch.nn.Parameter(torch.randn(24, 40).t()) for _ in range(3)]
+    optimizer = co.Muon(params)
+    give_gradients(params, params, 0)
+    optimizer.step()
+    with _Written() as written:
+        optimizer.step()
+    assert {to for to, _ in written.pairs} == {param.data_ptr() for param in params}
+    assert all(to != new for to, new in written.pairs)
+
+
+def test_one_tensor_in_another_order_is_copied_alone() -> None:
+    params = [torch.nn.Parameter(torch.randn(24, 40)) for _ in range(5)]
+    params.append(torch.nn.Parameter(torch.randn(40, 24).t()))
+    stacks = _lowerings(co.Muon(params))[0].stacks
+    assert [(len(stack.positions), stack.copies is None) for stack in stacks] == [(5, True), (1, False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_order_of_memory_compiles_nothing(dtype: torch.dtype) -> None:
+    param = torch.nn.Parameter(torch.randn(24, 40).to(dtype))
+    optimizer = co.Adafactor([param], lr=0.1)
+    param.grad = torch.ones_like(param)
+    optimizer.step()
+    with co.no_recompiles():
+        param.data = param.detach().t().contiguous().t()
+        optimizer.step()
+    assert co.compile_report(optimizer).compiles == 2

@@ -17,7 +17,7 @@ from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.lowering import stack_code, stack_loops, stacks
+from compiled_optim.lowering import stack_code, stack_loops
 from compiled_optim.lowering.stacks import CodeStack, LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule.fields import Hyper
@@ -507,11 +507,9 @@ def test_sums_in_stages_of_any_size(monkeypatch: pytest.MonkeyPatch, fresh_kerne
 def test_batches_and_one_stack_are_alike(
     optimizer_class: type[co.CompiledOptimizer], transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also with a norm of which some gradients stay stacked and others do not."""
     norms, results = [], []
     for elements in (1 << 24, 2 * 12 * 20):
         monkeypatch.setattr(stack_loops, "_ELEMENTS", dict.fromkeys(stack_loops._ELEMENTS, elements))
-        monkeypatch.setattr(stacks, "_CACHED_BYTES", elements * 8 * 3 // 2)
         generator = torch.Generator().manual_seed(0)
         shapes = [(12, 20), (20, 12)] * 5
         tensors = [torch.randn(s, dtype=torch.float64, generator=generator) for s in shapes]

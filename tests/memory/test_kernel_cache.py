@@ -24,7 +24,7 @@ import torch
 from catalog import copies, give_gradients, sparse_rows
 
 import compiled_optim as co
-from compiled_optim.lowering import choice
+from compiled_optim.lowering import select
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.memory import addresses, cache
 from compiled_optim.memory.cache import cache_directory, load_kept
@@ -41,7 +41,7 @@ def place(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     addresses.reader()  # takes seconds to compile, so it comes from the cache of all tests
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "placed"))
     monkeypatch.setattr(cache, "_refused", set())
-    monkeypatch.setattr(choice, "_refused", {})
+    monkeypatch.setattr(select, "_refused", {})
     for remembered in (cache.compiler, cache._private_directory):
         remembered.cache_clear()
     yield tmp_path / "placed" / "compiled_optim"

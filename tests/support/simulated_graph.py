@@ -25,7 +25,7 @@ from compiled_optim.capture import graph as graphs
 from compiled_optim.lowering import coefficients, stack_code, stack_loops
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel, Launches
-from compiled_optim.lowering.stack_loops import Loops, StackKernels
+from compiled_optim.lowering.stack_loops import LoopKernels, Loops
 from compiled_optim.memory import torch_internals
 from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.memory.torch_internals import wraps_others
@@ -234,7 +234,7 @@ class RecordedStackKernel:
 class RecordedLoops:
     """Loops over a stack, whose runs a simulated graph records."""
 
-    def __init__(self, loops: StackKernels) -> None:
+    def __init__(self, loops: LoopKernels) -> None:
         self._loops = loops
 
     def run(self, arguments: Mapping[str, Tensor], columns: int) -> None:

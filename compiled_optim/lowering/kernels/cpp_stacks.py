@@ -242,10 +242,10 @@ class StackLoops:
 
     def run(self, arguments: Mapping[str, Tensor], columns: int) -> None:
         """Update a stack, with tables of ``columns`` columns, and :data:`FIRST_ARRAYS` by name."""
-        if arguments["outcome"][1]:  # the step is skipped
-            return
         temporaries, addresses = _memory.of(self)
         addresses = addresses | {name: tensor.data_ptr() for name, tensor in arguments.items()}
+        if ctypes.c_double.from_address(addresses["outcome"] + ctypes.sizeof(ctypes.c_double)).value:  # the step is skipped
+            return
         threads = 1 if self._is_serial else torch.get_num_threads()
         for event, function, sizes in self._events:
             if isinstance(event, Part):

@@ -390,7 +390,9 @@ class KernelTensors:
 
 
 class Kernel(abc.ABC):
-    """The compiled functions of a rule, the same in every language. A rule that is not elementwise has ``evaluate`` only.
+    """The compiled functions of a rule, the same in every language.
+
+    A rule that is not elementwise has those that evaluate and measure.
 
     Attributes:
         block: elements that :meth:`update` processes at a time.
