@@ -16,8 +16,9 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from compiled_optim.lowering import list_program
 from compiled_optim.lowering.coefficients import TorchCoefficients, evaluated
-from compiled_optim.lowering.list_program import Lists, fuses_lists, in_lists, programs, sum_of
+from compiled_optim.lowering.list_program import Lists, in_lists, programs, sum_of
 from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar_dtype
 from compiled_optim.memory.torch_compiler import Code, compiled
@@ -114,12 +115,12 @@ class ListLowering(Lowering):
                 say_too_large(log, plan.members[part.positions[0]].name)
             part.kernel = None if compiled and fits else uncompiled(key)
             self._parts.append(part)
-        self._compiles_coefficients = compiled and fuses_lists(plan.device)
+        self._compiles_coefficients = compiled and list_program.fuses_lists(plan.device)
 
     def _kind(self, member: Member, grad_dtype: torch.dtype) -> tuple[KernelKey, bool]:
         """Return the key of the kernel that updates ``member``, and True if that can index its elements."""
         plan, numel = self.plan, real_numel(member.param)
-        in_rows = plan.grouped_buffers or (fuses_lists(plan.device) and numel % _ALIGNED == 0)
+        in_rows = plan.grouped_buffers or (list_program.fuses_lists(plan.device) and numel % _ALIGNED == 0)
         key = kernel_key(plan, member, grad_dtype, LISTS_OF_ROWS if in_rows else LISTS)
         return key, fits_indices(plan.device, numel)
 
@@ -206,7 +207,7 @@ def _evaluation_key(plan: Plan) -> KernelKey:
 
 
 def _count(key: KernelKey) -> int:
-    return COUNT if fuses_lists(torch.device(key.device)) else COUNT_UNFUSED
+    return COUNT if list_program.fuses_lists(torch.device(key.device)) else COUNT_UNFUSED
 
 
 @functools.cache
@@ -222,7 +223,7 @@ def _kinds(key: KernelKey) -> list[tuple[tuple[int, ...], torch.dtype]]:
 
 def _make(key: KernelKey) -> Kernel | str:
     codes: dict[int, Code] = {}
-    options = _LIST_OPTIONS if fuses_lists(torch.device(key.device)) else OPTIONS
+    options = _LIST_OPTIONS if list_program.fuses_lists(torch.device(key.device)) else OPTIONS
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
     for stage, function in uncompiled(key).items():
         code = compiled(function, *_examples(key, stage, sizes), key.device, options)
@@ -262,7 +263,8 @@ def _run_lists(key: KernelKey, stage: int, tensors: list[Tensor]) -> tuple[Tenso
     params, grads, *buffers, (columns,) = in_lists(tensors, _count(key))
     dtype = compute_dtype(params[0].dtype)
     scales, skips, *numbers = [list(c.to(dtype).unbind()) for c in columns.unbind(1)]
-    update = Lists(programs(key.rule, key.statics, fuses_lists(torch.device(key.device))), [params, *buffers], skips)
+    of_rule = programs(key.rule, key.statics, list_program.fuses_lists(torch.device(key.device)))
+    update = Lists(of_rule, [params, *buffers], skips)
     values = update.values(grads, scales, numbers)
     if stage == UPDATE:
         update.update(values)

@@ -578,4 +578,4 @@ def test_another_order_of_memory_compiles_nothing(dtype: torch.dtype) -> None:
     with co.no_recompiles():
         param.data = param.detach().t().contiguous().t()
         optimizer.step()
-    assert co.compile_report(optimizer).compiles == 2
+    assert co.compile_report(optimizer).recompiles == 0

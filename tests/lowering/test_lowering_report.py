@@ -339,7 +339,7 @@ def test_a_bound_on_the_host_is_taken_over_without_a_copy() -> None:
         assert [(o.name, o.waits, o.crosses) for o in steady.operators] == [("fill_", False, False)]
         with mock.patch.dict(torch_internals.CAPTURING, {"cuda": lambda: True}):
             (own,) = engine_of(optimizer).step.lowerings
-            own.hypers.refresh()  # as in a runner's capture, which does so outside too
+            own.coefficients.hypers.refresh()  # as in a runner's capture, which does so outside too
             assert recorder.take().operators == []
             with pytest.raises(RuntimeError, match="max_grad_norm is a tensor on another device; take one step"):
                 optimizer.step()  # captured by hand
