@@ -51,7 +51,7 @@ from compiled_optim.rule import storage
 
 STEPS = 24
 
-pytestmark = pytest.mark.filterwarnings("ignore:compiled_optim. Inductor compiles stacks:RuntimeWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:compiled_optim. Sorted runs eager, since:RuntimeWarning")
 
 
 @pytest.fixture
