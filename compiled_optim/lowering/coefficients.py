@@ -183,7 +183,7 @@ class TorchCoefficients:
         vars(self).pop("rows", None)
 
     def columns(self) -> Tensor:
-        """Return :attr:`rows`, of which the second one is not 0 for tensors to leave unchanged."""
+        """Return :attr:`rows`, whose second one is not 0 for tensors to leave unchanged."""
         if self._mask is not None:
             self.rows[1].masked_fill_(~self._mask, 1.0)
         return self.rows

@@ -86,6 +86,7 @@ class Lowering:
             if totals is not None:
                 self.coefficients.add_totals(slices, (yield totals))
         self._update()
+        self.coefficients.finish()
 
     def _reduce(self, stage: int) -> Tensor | None:
         """Return a stage's sums over each prepared tensor, (expressions, tensors); None if kernels write their means."""
@@ -98,7 +99,6 @@ class Lowering:
     def finish(self) -> None:
         """Release the gradients."""
         self.plan.finish()
-        self.coefficients.finish()
         self._grads = ()
 
     def launch_key(self) -> tuple[object, ...]:

@@ -124,8 +124,8 @@ class StackLowering(Lowering):
         elif not self.plan.addresses.unlike:
             gradients.follow(self.plan.addresses, capturing)
         else:
-            found = {i: grad for i, grad in enumerate(self._grads) if grad is not None}
-            arranged = {i: self._orders[i].arranged(grad) if i in self._orders else grad for i, grad in found.items()}
+            grads_of = {i: grad for i, grad in enumerate(self._grads) if grad is not None}
+            arranged = {i: self._orders[i].arranged(grad) if i in self._orders else grad for i, grad in grads_of.items()}
             self._grads = list(map(arranged.get, range(len(self._grads))))
             gradients.publish(self._grads, capturing)
 

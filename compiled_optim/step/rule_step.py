@@ -168,10 +168,11 @@ class RuleStep(Step):
         if not is_known or not self.is_current() or self.wakes(grads):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
-        if len(self._tables) < len(self.lowerings) or not all(x.reads_addresses for x in self.lowerings):
-            return False
-        by_plan = zip(self._tables, self._by_plan(grads), strict=True)
-        return all(table.resumes(taken, state=state, keep_alive=runs_user_code) for table, taken in by_plan)
+        for lowering, taken in zip(self.lowerings, self._by_plan(grads), strict=True):
+            table = lowering.coefficients if lowering.reads_addresses else None
+            if not isinstance(table, TableCoefficients) or not table.resumes(taken, state=state, keep_alive=runs_user_code):
+                return False
+        return True
 
     def _by_plan(self, grads: Gradients) -> Sequence[Gradients]:
         if grads is None:

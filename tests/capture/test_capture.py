@@ -51,8 +51,6 @@ from compiled_optim.rule import storage
 
 STEPS = 24
 
-pytestmark = pytest.mark.filterwarnings("ignore:compiled_optim. Sorted runs eager, since:RuntimeWarning")
-
 
 @pytest.fixture
 def simulated(monkeypatch: pytest.MonkeyPatch) -> None:

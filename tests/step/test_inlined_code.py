@@ -11,7 +11,7 @@ from stored_cases import CASES, MINIMUM
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering import list_program, lists
+from compiled_optim.lowering import inlined, list_program
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
@@ -111,7 +111,7 @@ def test_means_are_inlined_where_inductor_compiles_them(
     is_new: bool, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of torch 2.11 it fails beside operations over lists, and a step with means is an operator there."""
-    monkeypatch.setattr(lists, "compiles_means_with_lists", lambda: is_new)
+    monkeypatch.setattr(inlined, "compiles_means_with_lists", lambda: is_new)
     with fake_cuda(90):
         params = [nn.Parameter(torch.ones(4, device=device))]
         for optimizer, has_means in ((co.StableAdamW, True), (co.AdamW, "cautious" in options)):

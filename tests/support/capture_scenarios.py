@@ -7,6 +7,7 @@ bit for bit.
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
@@ -71,6 +72,7 @@ def make(
     **kwargs: Any,
 ) -> Side:
     """One side; every call makes the same one. The memory of matrices may be ``transposed``."""
+    warnings.filterwarnings("ignore", message="compiled_optim: Sorted runs eager", category=RuntimeWarning)
     torch.manual_seed(4)
     model = Net(bias=optimizer._granularity != "matrix").to(device, dtype)
     for param in (p for p in model.parameters() if transposed and p.dim() > 1):

@@ -39,7 +39,7 @@ _VALUE = r"(?<![a-z0-9])e\d+"  # the name of a value, also behind an underscore
 
 FIRST_ARRAYS = ("coefficients", "outcome", "index", "tensors", "grads")
 """The first arrays of every function: the coefficients and the outcome of a coefficient table; for each tensor of the stack,
-its column; for each column, the addresses of parameter and buffers, as in a tensor table, and that of the gradient."""
+its column; for each column, the addresses of parameter and buffers, as in a tensor table, and the gradient's."""
 
 
 class Part(NamedTuple):
