@@ -111,7 +111,7 @@ class CompiledOptimizer(Declared, Optimizer):
             step is one custom operator. ``"inductor"``: Inductor, torch.compile's compiler, generates the kernels; in a
             function that you compile, the step is inlined, and no Python runs. The function is retraced when groups, state
             tensors or the set of parameters with gradients change. A step that cannot be inlined becomes the operator.
-            Muon's and Adafactor's run eager, and say so. ``"eager"``: plain torch operations. ``"auto"``: the fastest one.
+            ``"eager"``: plain torch operations. ``"auto"``: the fastest one for the device.
 
     Groups in ``param_groups`` hold the numbers that you gave. Steps read 0-dim tensors, which :meth:`hyperparameter`
     returns; they are float64 where the device supports it. The next step uses a value that you assign to a group or write

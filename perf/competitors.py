@@ -142,7 +142,7 @@ _EIGHT_BITS = "8-bit state for tensors of at least 4096 elements: moves fewer by
 
 PEERS: dict[str, Peer] = {
     OURS: Peer("compiled_optim"),
-    f"{OURS}[inductor]": Peer("compiled_optim", {"lowering": "inductor"}, note="rules on whole tensors run eager"),
+    f"{OURS}[inductor]": Peer("compiled_optim", {"lowering": "inductor"}),
     TORCH_PRODUCTS: Peer(
         "compiled_optim", named="", others={"muon": "Muon", "normuon": "NorMuon"}, finish=_multiply_in_torch
     ),

@@ -1,7 +1,7 @@
 """The update of a rule on whole tensors as statements: on elements, sums along axes, products of matrices.
 
 The update is called with symbols instead of stacks. These know the operations of torch that this module lists; where an
-update uses another one, :func:`written` raises :class:`NotWritable`, and the update runs as torch operations.
+update uses another one, :func:`written` raises :class:`NotWritable`, and only Inductor can compile the update.
 """
 
 from __future__ import annotations
