@@ -174,9 +174,9 @@ def short_lists() -> Iterator[None]:
 @pytest.fixture
 def fresh_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start with no kernel in memory, so that compilations are counted from zero."""
-    from compiled_optim.lowering import coefficients, lists, stack_loops
+    from compiled_optim.lowering import coefficients, lists, stack_code, stack_loops
 
-    for module in (coefficients, lists, stack_loops):
+    for module in (coefficients, lists, stack_code, stack_loops):
         monkeypatch.setattr(module, "_kernels", {})
 
 

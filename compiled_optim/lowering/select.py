@@ -28,8 +28,6 @@ from compiled_optim.rule.symbols import PLAIN
 
 LoweringName: TypeAlias = Literal["auto", "multi_tensor", "inductor", "eager"]  # the values of the option `lowering`
 LOWERINGS: tuple[LoweringName, ...] = get_args(LoweringName)
-_LONGER = "a step takes longer; lowering='eager' avoids this warning"
-
 _refused: dict[tuple[str, Rule], cache.CompilerError] = {}  # by device type and rule, why kernels do not compile
 
 
@@ -50,9 +48,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         if plan.rule.gradients == "sparse":
             return GatheredRowsLowering(plan, of_torch, log, compiled=compiled)
         if plan.rule.granularity != "element":
-            if compiled:
-                log.fall_back(f"{plan.rule.name} runs eager: Inductor compiles rules that work element by element", _LONGER)
-            return StackLowering(plan, of_torch, log)
+            return StackLowering(plan, of_torch, log, compiled=compiled)
         if compiled:
             return ListLowering(plan, of_torch, log)
         return EagerLowering(plan, of_torch, log, differentiable=differentiable)
@@ -63,11 +59,12 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
     of_table = TableCoefficients(plan, clipping, log)
     if plan.rule.granularity == "element":
         return MultiTensorLowering(plan, of_table, log)
-    loops = stack_loops.LOOPS[plan.device.type]
-    if (refusal := stack_loops.refusal(plan, loops)) is None:
-        return StackLowering(plan, of_table, log, loops=loops)
-    log.fall_back(f"{plan.rule.name} runs eager, since {refusal}", _LONGER)
-    return StackLowering(plan, of_table, log)
+    loops = stack_loops.LOOPS.get(plan.device.type)
+    refusal = "" if loops is None else stack_loops.refusal(plan, loops)
+    if refusal:
+        advice = "that may take a minute for each shape; lowering='inductor' avoids this warning"
+        log.fall_back(f"Inductor compiles stacks, since {refusal}", advice)
+    return StackLowering(plan, of_table, log, loops=loops if refusal is None else None)
 
 
 def _elementwise(plan: Plan, wanted: str, log: CompilationLog) -> str:

@@ -76,22 +76,24 @@ LOOPS = {
 
 
 def refusal(plan: Plan, loops: Loops) -> str | None:
-    """Return why ``loops`` and products cannot run the rule on the plan's tensors; None if they can."""
+    """Return why ``loops`` and products cannot run the rule on the plan's tensors.
+
+    None if they can; empty if the reason is not in the rule.
+    """
     pairs = zip(plan.members, plan.grad_dtypes, strict=True)
     keys = dict.fromkeys((kernel_key(plan, m, dtype, ""), m.owner.shape) for m, dtype in pairs if m.owner.numel())
-    if large := [tuple(shape) for _, shape in keys if not fits_indices(plan.device, shape.numel())]:
-        return f"loops cannot index all elements of a parameter of shape {large[0]}"
+    if not all(fits_indices(plan.device, shape.numel()) for _, shape in keys):
+        return ""
     refusals = (_refusal(plan, loops, key, shape) for key, shape in keys)
     return next((why for why in refusals if why is not None), None)
 
 
 def _refusal(plan: Plan, loops: Loops, key: KernelKey, shape: torch.Size) -> str | None:
     if plan.rule.granularity == "matrix" and len(shape) < 2:  # flattened after the optimizer was constructed
-        return f"a parameter of shape {tuple(shape)} is no matrix"
+        return ""
     key, fields, parts = _of_parts(key), {b.name: b for b in plan.rule.buffers}, parts_of(plan.rule, plan.statics, shape)
     if len(parts) > 1 and (len(shape) > 2 or plan.rule.reads_index(plan.statics)):
-        # The matrices of a part are not contiguous, or its elements have indices in the whole tensor.
-        return f"loops cannot split a parameter of shape {tuple(shape)} into parts of several sizes"
+        return ""  # the matrices of a part are not contiguous, or its elements have indices in the whole tensor
     for part in parts:
         source, *others = (loops.source_of(each, part.shape) for each in dict.fromkeys((key, key.with_all_buffers())))
         if whys := [each for each in (source, *others) if isinstance(each, str)]:

@@ -2,7 +2,7 @@
 
 Loops update the tensors of a stack in place where their memory allows it. Otherwise parameters and gradients are copied into
 a contiguous stack, and parameters are copied out; state then lives in stacks. A stack is large enough to keep the device
-busy, and small enough that its copies need little memory. Torch operations update copies where loops do not serve.
+busy, and small enough that its copies need little memory.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from compiled_optim.lowering import stack_loops
+from compiled_optim.lowering import stack_code, stack_loops
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
 from compiled_optim.lowering.kernels.table import (
     BUFFERS,
@@ -34,10 +34,10 @@ from compiled_optim.memory.layout import (
     plain_copy,
     whole_stack,
 )
-from compiled_optim.memory.torch_internals import Captures, is_capturing, without_autocast
+from compiled_optim.memory.torch_compiler import Code
+from compiled_optim.memory.torch_internals import Captures, is_capturing
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
-from compiled_optim.rule.rule import INDEX, number_type
 
 
 class StackLowering(Lowering):
@@ -47,7 +47,8 @@ class StackLowering(Lowering):
     by every process instead.
 
     Args:
-        loops: the loops that update the stacks; None for torch operations. Coefficients for loops are of a table.
+        loops: the loops that update the stacks; None for code of torch operations. Their coefficients are of a table.
+        compiled: True if Inductor compiles that code.
     """
 
     def __init__(
@@ -57,27 +58,28 @@ class StackLowering(Lowering):
         log: CompilationLog,
         *,
         loops: Loops | None = None,
+        compiled: bool = True,
     ) -> None:
         super().__init__(plan, coefficients, log)
-        self.name = "eager" if loops is None else "stacked"
+        self.name = "stacked" if compiled else "eager"
         self._of_table = coefficients if isinstance(coefficients, TableCoefficients) else None
         positions: dict[tuple[KernelKey, torch.Size, bool], list[int]] = {}
         for i, (member, dtype) in enumerate(zip(plan.members, plan.grad_dtypes, strict=True)):
+            key = stack_code.key_of(plan, member, dtype) if loops is None else kernel_key(plan, member, dtype, "")
             in_place = loops is not None and _is_in_order(plan, member)
             if member.owner.numel() > 0:
-                kind = kernel_key(plan, member, dtype, ""), member.owner.shape, in_place
-                positions.setdefault(kind, []).append(i)
-        self._by_torch: list[TorchStack] = []
+                positions.setdefault((key, member.owner.shape, in_place), []).append(i)
+        self._by_code: list[CodeStack] = []
         self._by_loops: list[LoopStack] = []
         for (key, shape, in_place), where in positions.items():
-            elements = _most_elements(key) if loops is None else loops.most_elements(key)
+            elements = stack_code.most_elements(key) if loops is None else loops.most_elements(key)
             most = min(max(elements // shape.numel(), 1), stack_loops.MOST_TENSORS)
             for part in (where[start : start + most] for start in range(0, len(where), most)):
                 if loops is None:
-                    self._by_torch.append(TorchStack(plan, part, key))
+                    self._by_code.append(CodeStack(plan, part, key, compiled=compiled))
                 else:
                     self._by_loops.append(LoopStack(plan, part, key, loops, in_place=in_place))
-        self.stacks: list[TorchStack | LoopStack] = [*self._by_torch, *self._by_loops]
+        self.stacks: list[CodeStack | LoopStack] = [*self._by_code, *self._by_loops]
         self._copies = [stack.copies for stack in self.stacks if stack.copies is not None]
         firsts = itertools.accumulate((len(copies.positions) for copies in self._copies), initial=0)
         for first, copies in zip(firsts, self._copies, strict=False):
@@ -92,7 +94,7 @@ class StackLowering(Lowering):
     def compile(self) -> None:
         if self._of_table is not None:  # raises at once if the compiler does not work
             self._compile_tables(self._of_table)
-        for stack in self._by_loops:
+        for stack in self.stacks:
             stack.compile([self.plan.members[i].name for i in stack.positions], self._log)
 
     def _compile_tables(self, coefficients: TableCoefficients) -> None:
@@ -157,12 +159,11 @@ class StackLowering(Lowering):
         return copies.copied_gradients if self._reads_copies else copies.gathered(self._grads)
 
     def _update(self) -> None:
-        if self._by_torch:
+        if self._by_code:
             columns = self.coefficients.columns()
-            with without_autocast():
-                for stack in self._by_torch:
-                    if (grads := self._gradients(stack.copies)) is not None:
-                        stack.update(grads, columns)
+            for stack in self._by_code:
+                if (grads := self._gradients(stack.copies)) is not None:
+                    stack.update(grads, columns)
         if self._by_loops:
             assert self._of_table is not None
             self._run_loops(self._of_table)
@@ -178,21 +179,30 @@ class StackLowering(Lowering):
                     stack.update_copies(stack.copies, grads, table)
 
 
-class TorchStack:
-    """Tensors of one shape that torch operations update, in ``copies``."""
+class CodeStack:
+    """Tensors of one shape that code of torch operations updates, in ``copies``; Inductor compiles it if ``compiled``."""
 
-    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey) -> None:
-        self.positions, self._key = positions, key
+    code: Code  # assigned when compiled
+
+    def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, *, compiled: bool) -> None:
+        self.positions, self._key, self._compiled = positions, key, compiled
         self.copies = Copies(plan, positions, key)
+        self._dtype = compute_dtype(key.dtypes[0])
+
+    def compile(self, names: Sequence[str], log: CompilationLog) -> None:
+        """Obtain the code for the parameters ``names``."""
+        self.code = stack_code.obtain(self._key, self.copies.numel, names, log, compiled=self._compiled)
+        # Rows of numbers begin at multiples of 16 bytes; otherwise Inductor's code copies each.
+        spare = self.copies.index.new_zeros(-len(self.copies.index) % 4)
+        self._padded = torch.cat([self.copies.index, spare])
 
     def update(self, grads: Tensor, coefficients: Tensor) -> None:
         """Update from stacked ``grads``; a tensor is unchanged where the second of its ``coefficients`` is not 0."""
         param, grad, *buffers = self.copies.collect(grads)
-        columns = coefficients.index_select(1, self.copies.index).to(param.device, compute_dtype(param.dtype))
+        columns = coefficients.index_select(1, self._padded).to(param.device, self._dtype)[:, : len(param)]
         columns = columns.view(*columns.shape, *[1] * (param.dim() - 1))
-        self.copies.spread(
-            _updated(self._key, [param, grad, *buffers], columns.unbind()) if len(param) else [param, *buffers]
-        )
+        new = self.code([param, grad, *buffers, *columns.unbind()]) if len(param) else [param, *buffers]
+        self.copies.spread(new)
 
 
 class LoopStack:
@@ -343,40 +353,6 @@ def stack_of(tensors: Sequence[Tensor]) -> Tensor:
     """Return ``tensors`` in one contiguous tensor; a single contiguous one is not copied."""
     stacked = tensors[0].unsqueeze(0) if len(tensors) == 1 else torch.stack(list(tensors))
     return stacked if stacked.is_contiguous() and is_plain(stacked) else plain_copy(stacked)
-
-
-_BYTES = 1 << 27
-"""The most bytes in a stack of several tensors for torch operations. A step needs 6 to 8 times as many besides."""
-
-_CPU_ELEMENTS = 1 << 17
-"""The most elements of those on a CPU: copies and results stay in the cache, and malloc keeps them."""
-
-
-def _most_elements(key: KernelKey) -> int:
-    """Return the most elements in a stack of several tensors of ``key`` for torch operations."""
-    in_cache = torch.device(key.device).type == "cpu" and key.rule.granularity == "tensor"
-    return _CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in key.dtypes)
-
-
-def _updated(key: KernelKey, tensors: Sequence[Tensor], numbers: Sequence[Tensor]) -> list[Tensor]:
-    """Return new stacks of parameters and buffers, from those of parameters, gradients and buffers, in torch operations.
-
-    ``numbers`` are coefficients; a tensor is unchanged where the second one is not 0.
-    """
-    rule, statics = key.rule, dict(key.statics)
-    param, grad, *buffers = tensors
-    factor, skip, *others = numbers
-    dtype, old = (
-        compute_dtype(param.dtype),
-        dict(zip(("param", *rule.present_buffers(statics)), (param, *buffers), strict=True)),
-    )
-    values = {**dict.fromkeys(b.name for b in rule.buffers), **statics}
-    values |= {"grad": factor * grad.to(dtype), "c": number_type(rule.coefficient_names(statics))(*others)}
-    if rule.reads_index(statics):
-        shape = param.shape[1:]
-        values[INDEX] = torch.arange(shape.numel(), dtype=torch.int32, device=param.device).view(1, *shape)
-    new = rule.updated(values | {name: tensor.to(dtype) for name, tensor in old.items()})
-    return [torch.where(skip == 0, new[name].to(tensor.dtype), tensor) for name, tensor in old.items()]
 
 
 def _is_in_order(plan: Plan, member: Member) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 import compiled_optim
-from compiled_optim.lowering import coefficients, lists, stack_loops
+from compiled_optim.lowering import coefficients, lists, stack_code, stack_loops
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.optimizer import engine_of
 from compiled_optim.simulated.fake_cuda import fake_cuda, triton_target
@@ -164,7 +164,7 @@ def cpu_in_place_of_cuda(arch: int) -> Iterator[None]:
 def _fake_cuda_anew(arch: int) -> Iterator[None]:
     """Use ``fake_cuda`` with no compiled kernels yet."""
     with fake_cuda(arch), contextlib.ExitStack() as stack:
-        for module in (coefficients, lists, stack_loops):
+        for module in (coefficients, lists, stack_code, stack_loops):
             stack.enter_context(mock.patch.object(module, "_kernels", {}))
         torch._dynamo.reset()
         yield

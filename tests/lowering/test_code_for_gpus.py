@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeAlias
+from unittest import mock
 
 import pytest
 import torch
 from gpu_code_cases import CASES, MINIMUM, GPUCase, in_lists_of_two
+from interpreted_stacks import SHAPES, made
 from new_process import printed_by
 from torch import Tensor, nn
 
+from compiled_optim.lowering import stack_code
 from compiled_optim.memory.torch_compiler import Code, compiled
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
@@ -122,3 +126,23 @@ def test_code_for_a_gpu_does_what_eager_steps_do(
     assert all("inlined" in ways[name] or name in totals or not compiles_means_with_lists() for name in names)
     found = {key: value for key, value in differences.items() if key.rpartition(" ")[0] in names}
     assert found == {f"{name} {way}": [] for name in names for way in ways[name]}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_stacks_on_a_gpu_do_what_eager_steps_do(name: str, tmp_path: Path) -> None:
+    """The rest of an iteration is rounded to bfloat16 once less than in eager steps."""
+    functions: Sources = []
+    recorders: list[Record] = []
+    kernels = mock.patch.multiple(stack_code, compiled=_noting(functions, recorders), _kernels={})
+    with kernels, fake_cuda(90), recording("cuda") as recorder:
+        recorders.append(recorder)
+        params, optimizer = made(name, "inductor", "cuda")
+        for param in params:
+            param.grad = torch.empty_like(param)
+        optimizer.step()
+    assert functions
+    file = tmp_path / "modules.json"
+    file.write_text(json.dumps({name: [sources[0] for sources in functions]}))
+    found = json.loads(printed_by("interpreted_stacks", FILE=str(file), TRITON_INTERPRET="1"))
+    exact = ("step", "momentum_buffer")
+    assert {n: error for n, error in found[name].items() if error > (1e-6 if n.endswith(exact) else 0.02)} == {}

@@ -12,6 +12,7 @@ from catalog import required, ruled, stacked
 from torch import Tensor, nn
 
 import compiled_optim as co
+from compiled_optim.lowering import stack_code
 from compiled_optim.optimizer import engine_of
 from compiled_optim.simulated.fake_cuda import fake_cuda
 from compiled_optim.simulated.record import Decisions, deciding
@@ -20,8 +21,10 @@ pytest.importorskip("triton")
 
 
 @pytest.fixture
-def decisions() -> Iterator[Decisions]:
+def decisions(monkeypatch: pytest.MonkeyPatch) -> Iterator[Decisions]:
     torch._dynamo.reset()
+    monkeypatch.setattr(stack_code, "_make", lambda key: lambda tensors: tensors)  # Inductor's, which are tried out
+    monkeypatch.setattr(stack_code, "_kernels", {})
     with fake_cuda(90), deciding() as decisions:
         yield decisions
     torch._dynamo.reset()

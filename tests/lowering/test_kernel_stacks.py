@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import compiled_optim as co
 from compiled_optim.lowering import stack_loops
-from compiled_optim.lowering.stacks import TorchStack
+from compiled_optim.lowering.stacks import CodeStack
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import Number, hyper, storage
@@ -119,10 +119,9 @@ def _gpu(arch: int = 90) -> Iterator[Record]:
 
 
 def _ways(optimizer: co.CompiledOptimizer) -> set[str]:
-    """How stacks are updated: by loops "in place" or in "copies", or by "torch operations"."""
+    """How stacks are updated: by loops "in place" or in "copies", or by "code" of torch operations."""
     stacks = [stack for lowering in engine_of(optimizer).step.lowerings for stack in lowering.stacks]
-    kinds = [(isinstance(stack, TorchStack), stack.copies is None) for stack in stacks]
-    return {"torch operations" if by_torch else "in place" if in_place else "copies" for by_torch, in_place in kinds}
+    return {"code" if isinstance(s, CodeStack) else "in place" if s.copies is None else "copies" for s in stacks}
 
 
 class _Rows(co.CompiledOptimizer, granularity="tensor"):
@@ -175,13 +174,13 @@ def _held_apart(param: Tensor) -> Tensor:
         (co.Muon, (24, 40), torch.float32, {"split": {"w": 3}}, "in place"),
         (co.NorMuon, (24, 40), torch.float32, {"split": {"w": (12, 6, 6)}}, "in place"),
         (co.Muon, (2, 24, 40), torch.float32, {"stacks": ["*"], "split": {"w": 3}}, "in place"),
-        (co.Muon, (2, 24, 40), torch.float32, {"stacks": ["*"], "split": {"w": (16, 8)}}, "torch operations"),
+        (co.Muon, (2, 24, 40), torch.float32, {"stacks": ["*"], "split": {"w": (16, 8)}}, "code"),
         (co.Muon, (64, 100), torch.float16, {"split": {"w": 4}, "weights": "stochastic"}, "in place"),
-        (co.Muon, (64, 100), torch.float16, {"split": {"w": (48, 16)}, "weights": "stochastic"}, "torch operations"),
+        (co.Muon, (64, 100), torch.float16, {"split": {"w": (48, 16)}, "weights": "stochastic"}, "code"),
         (co.Adafactor, (7,), torch.float32, {}, "in place"),
         (co.Adafactor, (4, 3, 2, 5), torch.float32, {}, "in place"),
         (_Rows, (24, 40), torch.float32, {}, "in place"),
-        (_Sorted, (24, 40), torch.float32, {}, "torch operations"),
+        (_Sorted, (24, 40), torch.float32, {}, "code"),
         (_Columns, (24, 40), torch.float32, {}, "copies"),
         (co.Muon, (24, 40), Tensor.t, {}, "copies"),
         (co.Adafactor, (4, 3, 2, 5), _channels_last, {}, "copies"),
@@ -189,7 +188,7 @@ def _held_apart(param: Tensor) -> Tensor:
         (co.Muon, (64, 128), torch.float32, {"state_dtype": "int8"}, "in place"),
         (co.NorMuon, (64, 128), torch.bfloat16, {"state_dtype": "int8", "weights": "split8"}, "in place"),
         (co.Muon, (64, 100), torch.float16, {"state_dtype": torch.bfloat16, "weights": "stochastic"}, "in place"),
-        (co.Muon, (64, 100), torch.float64, {"state_dtype": torch.bfloat16}, "torch operations"),
+        (co.Muon, (64, 100), torch.float64, {"state_dtype": torch.bfloat16}, "code"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
@@ -201,14 +200,14 @@ def test_which_plans_loops_serve(
     way: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Torch operations update others, with a warning."""
+    """Of all others Inductor compiles stacks."""
     monkeypatch.setattr(storage, "MINIMUM", 64)
     with fake_cuda(90):
         dtype = arranged if isinstance(arranged, torch.dtype) else torch.float32
         param = torch.empty(shape, dtype=dtype, device="cuda")
         param = nn.Parameter(param if isinstance(arranged, torch.dtype) else arranged(param))
-        is_said = way == "torch operations"
-        with pytest.warns(RuntimeWarning, match="runs eager, since") if is_said else contextlib.nullcontext():
+        is_said = optimizer is _Sorted or (dtype, options) == (torch.float64, {"state_dtype": torch.bfloat16})  # by its rule
+        with pytest.warns(RuntimeWarning, match="Inductor compiles stacks, since") if is_said else contextlib.nullcontext():
             optimizer_made = optimizer([("w", param)], **options)
             ways = _ways(optimizer_made)
         assert ways == {way}

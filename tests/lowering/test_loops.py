@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import compiled_optim as co
 from compiled_optim.lowering import stack_loops
 from compiled_optim.lowering.kernels import cpp_stacks
-from compiled_optim.lowering.stacks import LoopStack, TorchStack
+from compiled_optim.lowering.stacks import CodeStack, LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import Number, absolute, buffer, hyper, identity, maximum, sqrt, static, where
 
@@ -202,7 +202,7 @@ def test_gradients_may_lie_in_any_way(kind: type[co.CompiledOptimizer]) -> None:
 
 
 class Unknown(Sums, granularity="tensor"):
-    """An update in operations that loops lack."""
+    """An update that only a compiler for all of torch takes."""
 
     @staticmethod
     def update(param, grad, c, every, of_rows, of_all):
@@ -218,29 +218,20 @@ class DropsDimensions(Sums, granularity="tensor"):
         return dict(step=c.lr * (grad - grad.amax(-1).unsqueeze(-1)), every=every, of_rows=of_rows, of_all=of_all)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("kind", [Unknown, DropsDimensions], ids=lambda kind: kind.__name__)
-def test_other_rules_are_torch_operations(kind: type[co.CompiledOptimizer]) -> None:
+def test_other_rules_are_compiled_by_inductor(kind: type[co.CompiledOptimizer]) -> None:
     params = [torch.nn.Parameter(torch.randn(shape)) for shape in ((3, 5), (7,))]
     twins = copies(params, torch.float32)
-    with pytest.warns(RuntimeWarning, match=rf"{kind.__name__} runs eager, since {kind.__name__}\.update "):
+    with pytest.warns(RuntimeWarning, match=rf"Inductor compiles stacks, since {kind.__name__}\.update "):
         optimizer = kind(params, lr=0.1)
     reference = kind(twins, lr=0.1, lowering="eager")
     give_gradients(params, twins, 0)
     optimizer.step()
     reference.step()
     assert relative_error(params, twins) < 1e-6
-    assert _kinds(optimizer) == {TorchStack}
+    assert _kinds(optimizer) == {CodeStack}
     assert [finding.name for finding in co.compile_report(optimizer).findings] == ["slower"]
-
-
-@pytest.mark.parametrize("kind", [co.Adafactor, co.Muon], ids=lambda kind: kind.__name__)
-def test_inductor_is_not_asked_for_rules_on_whole_tensors(kind: type[co.CompiledOptimizer]) -> None:
-    params = [torch.nn.Parameter(torch.randn(3, 5))]
-    with pytest.warns(RuntimeWarning, match=f"{kind.__name__} runs eager: Inductor compiles rules that work element by"):
-        optimizer = kind(params, lowering="inductor")
-    report = co.compile_report(optimizer)
-    assert [finding.name for finding in report.findings] == ["slower"]
-    assert report.lowering == "eager"
 
 
 STORED = [
@@ -297,16 +288,15 @@ def test_every_process_writes_the_same_code() -> None:
     assert len(printed.pop().split()) == 4
 
 
-@pytest.mark.parametrize("lowering", ["auto", "eager"])
 @pytest.mark.parametrize(
     "context", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["inference", "autocast"]
 )
-def test_contexts_change_nothing(context: Any, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_change_nothing(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in them nor afterwards, where memory that they may have made is used again."""
     monkeypatch.setattr(cpp_stacks, "_memory", cpp_stacks._Memory())
     params = [torch.nn.Parameter(torch.randn(12, 20)) for _ in range(2)]
     twins = copies(params, torch.float32)
-    optimizer, reference = (Products(each, lr=0.1, lowering=lowering) for each in (params, twins))
+    optimizer, reference = Products(params, lr=0.1), Products(twins, lr=0.1)
     for step in range(4):
         give_gradients(params, twins, step)
         reference.step()
@@ -397,7 +387,7 @@ CASES: list[tuple[str, Any, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("granularity", "update", "fields", "said"), [c for c in CASES if c[3]], ids=lambda v: "")
-def test_what_loops_cannot_run_is_said_once(granularity: str, update: Any, fields: dict[str, Any], said: str) -> None:
+def test_what_inductor_compiles_is_said_once(granularity: str, update: Any, fields: dict[str, Any], said: str) -> None:
     kind = _made(granularity, update, **fields)
     params = [torch.nn.Parameter(torch.randn(shape, dtype=torch.float64)) for shape in ((8, 8), (4, 7), (6, 8))]
     with warnings.catch_warnings(record=True) as caught:
@@ -409,16 +399,17 @@ def test_what_loops_cannot_run_is_said_once(granularity: str, update: Any, field
     report = co.compile_report(optimizer)
     (finding,) = report.findings
     assert finding.said == str(warned.message).removeprefix("compiled_optim: ")
-    assert finding.advice == "a step takes longer; lowering='eager' avoids this warning"
+    assert finding.advice.startswith("that ")
     assert re.search(r"Made\.update " + said, finding.evidence)
     assert f"of {Path(__file__).name}: return dict(" in finding.evidence
     assert "Slower than it could be" in str(report)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert co.compile_report(kind(params, lr=0.05, lowering="eager")).findings == ()
+        assert co.compile_report(kind(params, lr=0.05, lowering="inductor")).findings == ()
 
 
-@pytest.mark.filterwarnings("ignore:compiled_optim. Made runs eager, since:RuntimeWarning")
+@pytest.mark.full
+@pytest.mark.filterwarnings("ignore:compiled_optim. Inductor compiles stacks:RuntimeWarning")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("granularity", "update", "fields", "said"), CASES, ids=lambda v: v.__name__.strip("_") if callable(v) else ""
@@ -440,7 +431,7 @@ def test_what_loops_cannot_do_goes_another_way(
     for param, twin in zip(params, twins, strict=True):
         assert all(torch.allclose(optimizer.state[param][name], v, rtol=1e-5) for name, v in reference.state[twin].items())
     is_written = not said or (update is _lower_precision and dtype == torch.float32)
-    assert _kinds(optimizer) == {LoopStack if is_written else TorchStack}
+    assert _kinds(optimizer) == {LoopStack if is_written else CodeStack}
     assert [finding.name for finding in co.compile_report(optimizer).findings] == ["slower"] * (not is_written)
 
 

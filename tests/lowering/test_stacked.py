@@ -5,24 +5,26 @@ from __future__ import annotations
 import copy
 import math
 import pickle
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import pytest
 import torch
-from catalog import SHAPES, Case, copies, give_gradients, relative_error, stacked, stacked_cases, wide_scalars
+from catalog import LOWERINGS, SHAPES, Case, copies, give_gradients, relative_error, stacked, stacked_cases, wide_scalars
+from new_process import printed_by
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.lowering import stack_loops
-from compiled_optim.lowering.stack_loops import LoopKernels
+from compiled_optim.lowering import stack_code, stack_loops
+from compiled_optim.lowering.stacks import CodeStack, LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule.fields import Hyper
 
 MATRICES = [(3, 5), (3, 5), (5, 3), (20, 50), (50, 20), (8, 8), (1, 6)]
-LOWERINGS = ["multi_tensor", "eager"]
+FEW_MATRICES = [(3, 5), (3, 5), (50, 20)]
+"""A wide stack and a high one."""
 ANY = [*SHAPES, (3, 5), (7,), (1, 4), (4, 1)]
 IN_FLOAT64 = [c for c in stacked_cases() if c.optimizer._granularity == "tensor"]
 NEWER = Case(co.Muon, (("lr", 0.3), ("adjust_lr_fn", "spectral_unclamped")))  # in torch.optim from 2.15 on
@@ -31,10 +33,12 @@ FAR_IN_BFLOAT16 = {c.optimizer: c for c in reversed(IN_BFLOAT16) if c.arguments}
 ROUNDED = [(c, torch.float32) for c in IN_BFLOAT16] + [(c, torch.bfloat16) for c in FAR_IN_BFLOAT16.values()]
 
 
-def _parameters(optimizer: type[co.CompiledOptimizer], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+def _parameters(
+    optimizer: type[co.CompiledOptimizer], dtype: torch.dtype, matrices: Sequence[tuple[int, ...]] = MATRICES
+) -> list[torch.nn.Parameter]:
     """Shapes that repeat, so that there are stacks; one parameter is channels-last, another one transposed."""
     generator = torch.Generator().manual_seed(0)
-    shapes = MATRICES if optimizer._granularity == "matrix" else ANY
+    shapes = matrices if optimizer._granularity == "matrix" else ANY
     params = [torch.randn(s, dtype=dtype, generator=generator) for s in shapes]
     params = [p.contiguous(memory_format=torch.channels_last) if p.dim() == 4 else p for p in params]
     params[0] = params[0].t().contiguous().t()
@@ -99,8 +103,13 @@ def test_lower_precisions_stay_near_float64(case: Case, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("lowering", LOWERINGS)
 @pytest.mark.parametrize(("case", "dtype"), ROUNDED, ids=str)
 def test_equals_torch_up_to_bfloat16_products(case: Case, lowering: str, dtype: torch.dtype) -> None:
-    """Both orthogonalize in bfloat16 (2**-9 relative), with other roundings between the products."""
-    params = _parameters(case.optimizer, dtype)
+    """Both orthogonalize in bfloat16 (2**-9 relative), with other roundings between the products.
+
+    Inductor takes 5 s for each shape of matrices. It compiles all of them for one case of each optimizer in both dtypes, and
+    for its defaults in the tests below; for other cases few.
+    """
+    every = lowering != "inductor" or case == FAR_IN_BFLOAT16[case.optimizer]
+    params = _parameters(case.optimizer, dtype, MATRICES if every else FEW_MATRICES)
     twins = copies(params, dtype)
     kwargs = dict(case.kwargs)
     flip = -1.0 if kwargs.get("maximize") else 1.0
@@ -162,6 +171,8 @@ class TestEveryOne:
         assert report.recompiles == 0
         if lowering == "eager":
             assert report.compiles == 0
+        elif lowering == "inductor":  # for vectors and everything else, or for each shape
+            assert report.compiles == (2 if optimizer_class._granularity == "tensor" else len(set(MATRICES)))
         else:  # for coefficients, and for these and single rows and columns, or for high matrices and others
             assert report.compiles == 1 + (4 if optimizer_class._granularity == "tensor" else 2)
         assert all(torch.isfinite(p).all() for p in params)
@@ -271,28 +282,39 @@ class TestEveryOne:
 
 
 class _Counting:
-    """Loops over a stack, and a note how many tensors each call updates."""
+    """Code for stacks, or kernels of loops, and a note how many tensors each call updates."""
 
-    def __init__(self, loops: LoopKernels, calls: list[int]) -> None:
-        self._loops, self._calls = loops, calls
+    def __init__(self, kernel: Any, calls: list[int]) -> None:
+        self._kernel, self._calls = kernel, calls
+
+    def __call__(self, tensors: Sequence[Any]) -> Any:
+        self._calls.append(len(tensors[0]))
+        return self._kernel(tensors)
 
     def run(self, arguments: Mapping[str, torch.Tensor], columns: int) -> None:
         self._calls.append(len(arguments["index"]))
-        self._loops.run(arguments, columns)
+        self._kernel.run(arguments, columns)
 
 
+@pytest.mark.parametrize("lowering", ["multi_tensor", "inductor"])
 @pytest.mark.parametrize("optimizer_class", stacked(), ids=lambda c: c.__name__)
-def test_kernel_calls_do_not_depend_on_the_number_of_tensors(optimizer_class: type[co.CompiledOptimizer]) -> None:
+def test_kernel_calls_do_not_depend_on_the_number_of_tensors(
+    optimizer_class: type[co.CompiledOptimizer], lowering: str
+) -> None:
     counts = []
     for number in (10, 200):
         params = [torch.nn.Parameter(torch.randn(6, 4)) for _ in range(number)]
-        optimizer = optimizer_class(params, lr=0.1)
+        optimizer = optimizer_class(params, lr=0.1, lowering=lowering)
         give_gradients(params, params, 0)
         optimizer.step()
         (lowered,) = engine_of(optimizer).step.lowerings
         calls: list[int] = []
         for stack in lowered.stacks:
-            stack.kernels = [_Counting(kernels, calls) for kernels in stack.kernels]
+            if isinstance(stack, LoopStack):
+                stack.kernels = [_Counting(kernels, calls) for kernels in stack.kernels]
+            else:
+                assert isinstance(stack, CodeStack)
+                stack.code = _Counting(stack.code, calls)
         optimizer.step()
         counts.append(calls)
     assert counts == [[10], [200]]
@@ -323,6 +345,50 @@ def test_every_input_of_torchs_own_tests(
     for param, twin, begin in zip(params, twins, start, strict=True):
         limit = 1e-13 if ours._granularity == "tensor" else 0.05
         assert (param - twin).norm() <= limit * (twin - begin).norm() + 1e-12
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_numbers_of_a_stack_lie_where_inductors_code_takes_them(count: int, dtype: torch.dtype) -> None:
+    """It copies inputs that do not begin at a multiple of 16 bytes, one by one."""
+    params = [torch.nn.Parameter(torch.ones(3, 4, dtype=dtype)) for _ in range(count)]
+    for param in params:
+        param.grad = torch.ones_like(param)
+    groups = [{"params": [p], "lr": 0.25 * (1 + i), "weight_decay": 0.0} for i, p in enumerate(params)]
+    optimizer = co.Muon(groups, lowering="eager")
+    optimizer.step()
+    (lowered,) = engine_of(optimizer).step.lowerings
+    (stack,) = lowered.stacks
+    given: list[torch.Tensor] = []
+    stack.code = lambda tensors: (given.extend(tensors), tensors[::2][:2])[1]  # type: ignore[func-returns-value]
+    optimizer.step()
+    numbers = given[3:]
+    assert all(n.shape == (count, 1, 1) and n.data_ptr() % 16 == 0 for n in numbers)
+    assert any(n.flatten().tolist() == [0.25 * (1 + i) for i in range(count)] for n in numbers)
+
+
+_LAUNCHES = """\
+Adafactor () | 6 Triton kernels
+Adafactor (4,) | 6 Triton kernels
+Adafactor (4, 6) | 12 Triton kernels
+Adafactor (4, 3, 2, 2) | 12 Triton kernels
+"""
+
+
+@pytest.mark.full
+def test_launches_on_a_gpu() -> None:
+    """What Inductor makes of a stack for a GPU, whatever its size; in a process of its own, which pretends to have one."""
+    pytest.importorskip("triton")
+    assert printed_by("stacked_on_gpu") == _LAUNCHES
+
+
+@pytest.mark.parametrize(
+    ("operator", "given"), [(torch.ops.aten.mean.dim, ()), (torch.ops.aten.linalg_vector_norm.default, (2,))], ids=str
+)
+def test_sums_whose_dimensions_go_are_inductors(operator: Any, given: tuple[float, ...]) -> None:
+    x, ours = torch.linspace(-1, 2, 24).view(2, 3, 4), stack_code.decompositions()[operator]
+    assert ours(x, *given, [1, 2]) is NotImplemented
+    torch.testing.assert_close(ours(x, *given, [1, 2], True), operator(x, *given, [1, 2], True))
 
 
 def test_only_matrices_are_taken_and_named() -> None:
@@ -390,7 +456,7 @@ def test_parameters_of_several_dtypes_have_their_own_epsilon_and_skip_once() -> 
 def test_stacks_on_a_cpu_stay_small() -> None:
     """Of tensors that are reduced; a product of many matrices at once is faster than many."""
     results = []
-    for lowering, sizes in (("auto", [40, 2]), ("eager", [16, 16, 8, 1, 1])):
+    for lowering in ("inductor", "eager"):
         generator = torch.Generator().manual_seed(0)
         params = [torch.nn.Parameter(torch.randn(64, 128, generator=generator)) for _ in range(40)]
         params += [torch.nn.Parameter(torch.randn(400, 400, generator=generator)) for _ in range(2)]
@@ -398,14 +464,17 @@ def test_stacks_on_a_cpu_stay_small() -> None:
         for step in range(2):
             give_gradients(params, params, step, absent=3)
             optimizer.step()
-        assert [len(s.positions) for s in engine_of(optimizer).step.lowerings[0].stacks] == sizes
+        assert [len(s.positions) for s in engine_of(optimizer).step.lowerings[0].stacks] == [16, 16, 8, 1, 1]
         results.append(params)
     for ours, expected in zip(*results, strict=True):
         assert torch.allclose(ours, expected, rtol=1e-5, atol=1e-6)
     assert len(engine_of(co.Muon(params, lowering=lowering)).step.lowerings[0].stacks) == 2
+    assert [len(s.positions) for s in engine_of(co.Adafactor(params)).step.lowerings[0].stacks] == [40, 2]
 
 
-def test_sums_of_any_size() -> None:
+def test_sums_in_stages_of_any_size(monkeypatch: pytest.MonkeyPatch, fresh_kernels: None) -> None:
+    """What an accelerator computes, on the CPU."""
+    monkeypatch.setattr(stack_code, "_SEQUENTIAL", set())
     shapes = [
         (1, 1),
         (6, 1),
@@ -423,7 +492,8 @@ def test_sums_of_any_size() -> None:
     params = [torch.nn.Parameter(torch.randn(s, dtype=torch.float64)) for s in shapes for _ in range(2)]
     twins = copies(params, torch.float64)
     kwargs = {"lr": 0.1, "eps": (1e-3, 1e-2), "weight_decay": 0.1}
-    optimizer, reference = co.Adafactor(params, **kwargs), torch.optim.Adafactor(twins, **kwargs)
+    optimizer = co.Adafactor(params, lowering="inductor", **kwargs)
+    reference = torch.optim.Adafactor(twins, **kwargs)
     with wide_scalars():
         for step in range(3):
             give_gradients(params, twins, step)

@@ -613,14 +613,15 @@ def test_a_failure_after_a_success_applies_nothing_by_half(monkeypatch: pytest.M
 
 @pytest.mark.full
 @pytest.mark.usefixtures("fresh_kernels")
-def test_inductor_without_a_compiler_that_works(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [co.SGD, co.Adafactor], ids=lambda c: c.__name__)
+def test_inductor_without_a_compiler_that_works(kind: type[co.CompiledOptimizer], tmp_path: Path) -> None:
     from torch._inductor import config
 
     broken = _compiler(tmp_path / "cxx", "echo 'no licence for you' >&2; exit 1")
     with config.patch({"cpp.cxx": (None, broken)}):
         for _ in range(2):  # the second finds out without trying
-            with pytest.warns(RuntimeWarning, match="SGD runs eager: .*no licence for you") as caught:
-                optimizer = _stepped(co.SGD, lowering="inductor")
+            with pytest.warns(RuntimeWarning, match=f"{kind.__name__} runs eager: .*no licence for you") as caught:
+                optimizer = _stepped(kind, lowering="inductor")
             assert [w.category for w in caught].count(RuntimeWarning) == 1  # importing a compiler warns of other things
             assert [finding.name for finding in co.compile_report(optimizer).findings] == ["slower"]
 

@@ -22,8 +22,8 @@ X = torch.linspace(-1, 1, 24).view(6, 4)
     ("make", "reason"),
     [
         (lambda w: co.AdamW([w]), "it is lowered to .*; make it with lowering='inductor'"),
-        (lambda w: co.Muon([w], lowering="inductor"), "it is lowered to .*eager"),
-        (lambda w: co.MuonAdamW([("w", w)], lowering="inductor"), "it is lowered to .*eager"),
+        (lambda w: co.Muon([w], lowering="inductor"), "it is lowered to .*stacked"),
+        (lambda w: co.MuonAdamW([("w", w)], lowering="inductor"), "it is lowered to .*stacked"),
         (lambda w: co.SparseAdam([w]), "it is lowered to multi_tensor$"),
         (lambda w: co.LBFGS([w]), "its steps are not made of a rule"),
         (lambda w: co.Prodigy([w], lowering="inductor"), "takes sums over all parameters"),

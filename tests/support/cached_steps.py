@@ -41,13 +41,14 @@ WAYS: dict[str, tuple[type[co.CompiledOptimizer], dict[str, Any]]] = {
     "inlined, scheduled": (co.AdamW, {"lr": 0.3, "lowering": "inductor"}),
     "called": (co.AdamW, {"lr": 0.3, "lowering": "inductor"}),
     "called, of a user": (OfUser, {"lr": 0.1, "lowering": "inductor"}),
+    "called, on matrices": (co.Muon, {"lr": 0.1, "lowering": "inductor"}),
 }
 
 
 def _trained(way: str, *, compiled: bool) -> list[float]:
     torch.manual_seed(0)
     kind, options = WAYS[way]
-    model, x = nn.Linear(5, 2), torch.randn(3, 5)
+    model, x = nn.Linear(5, 2, bias="matrices" not in way), torch.randn(3, 5)
     optimizer = kind(model.named_parameters(), **options if compiled else {**options, "lowering": "eager"})
     if "scheduled" in way:
         optimizer.schedule(lr=lambda step: 0.3 * FACTOR / step)

@@ -408,7 +408,7 @@ KINDS: list[dict[str, Any]] = [
     {"optimizer": co.Adafactor, "transposed": True},
     {"optimizer": Sorted},
 ]
-"""An optimizer of every granularity. Stacks are updated in place, in copies, or by torch operations."""
+"""An optimizer of every granularity. Stacks are updated in place, in copies, or by code that Inductor compiles."""
 
 
 _INT8 = {"optimizer": co.AdamW, "dtype": torch.bfloat16, "state_dtype": "int8"}

@@ -18,15 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map
 
 from compiled_optim.capture import graph as graphs
-from compiled_optim.lowering import coefficients, stack_loops
+from compiled_optim.lowering import coefficients, stack_code, stack_loops
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel, Launches
 from compiled_optim.lowering.stack_loops import LoopKernels, Loops
 from compiled_optim.memory import torch_internals
+from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.memory.torch_internals import wraps_others
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.step import traced
@@ -208,6 +209,28 @@ def _baked(graph: SimulatedGraph, table: Any) -> SimpleNamespace:
     return kept
 
 
+class RecordedStackKernel:
+    """A kernel of Inductor's, whose results a simulated graph makes anew in every replay."""
+
+    def __init__(self, kernel: Code) -> None:
+        self._kernel = kernel
+
+    def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
+        graph = SimulatedGraph.recording
+        if graph is None:
+            return self._kernel(tensors)
+        kept = [graph.where_it_is(t) for t in tensors]
+        with _disable_current_modes():
+            results = self._kernel(kept)
+        graph.hold(results)
+
+        def again() -> None:
+            torch._foreach_copy_(list(results), list(self._kernel(kept)))
+
+        graph.record("stack", again)
+        return results
+
+
 class RecordedLoops:
     """Loops over a stack, whose runs a simulated graph records."""
 
@@ -231,6 +254,9 @@ def _recorded(loops: Loops) -> Loops:
     return loops._replace(kernels_of=kernels_of)
 
 
+_stack_kernels: dict[KernelKey, Code] = {}  # kept from test to test, since they take seconds to compile
+
+
 def _build(signature: KernelKey) -> Kernel:
     interpreted = os.environ.get("TRITON_INTERPRET") == "1"
     return RecordedKernel(triton.TritonKernel(signature) if interpreted else cpp.CppKernel(signature))
@@ -250,3 +276,6 @@ def install(patch: Any) -> None:
     patch.setattr(coefficients, "_kernels", {})
     patch.setattr(stack_loops, "LOOPS", {"cpu": _recorded(stack_loops.LOOPS["cpu"])})
     patch.setattr(stack_loops, "_kernels", {})
+    make = stack_code._make
+    patch.setattr(stack_code, "_make", lambda signature: RecordedStackKernel(make(signature)))
+    patch.setattr(stack_code, "_kernels", _stack_kernels)

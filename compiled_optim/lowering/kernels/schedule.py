@@ -200,10 +200,10 @@ def numel(axes: Axes) -> str:
 def source_of(kind: Callable[..., S], key: KernelKey, shape: Sequence[int], dialect: Dialect, *more: Any) -> S | str:
     """Return ``kind(key, update, *more)``, a schedule for tensors of a ``shape``, which is cached.
 
-    If the rule cannot be printed, return why and where, in words.
+    If the rule cannot be printed, return why and where, in words; ``""`` if dtypes are the reason.
     """
-    if others := {*key.dtypes} - _DTYPES:
-        return f"loops do not take {', '.join(sorted(map(str, others)))}"
+    if not {*key.dtypes} <= _DTYPES:
+        return ""
     source: S | str = _source(kind, dataclasses.replace(key, arrangement=""), tuple(shape), dialect, *more)
     return source
 
