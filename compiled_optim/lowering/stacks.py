@@ -35,7 +35,7 @@ from compiled_optim.memory.layout import (
     whole_stack,
 )
 from compiled_optim.memory.torch_compiler import Code
-from compiled_optim.memory.torch_internals import Captures, is_capturing
+from compiled_optim.memory.torch_internals import Captures, is_capturing, without_autocast
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 
@@ -161,9 +161,10 @@ class StackLowering(Lowering):
     def _update(self) -> None:
         if self._by_code:
             columns = self.coefficients.columns()
-            for stack in self._by_code:
-                if (grads := self._gradients(stack.copies)) is not None:
-                    stack.update(grads, columns)
+            with without_autocast():
+                for stack in self._by_code:
+                    if (grads := self._gradients(stack.copies)) is not None:
+                        stack.update(grads, columns)
         if self._by_loops:
             assert self._of_table is not None
             self._run_loops(self._of_table)

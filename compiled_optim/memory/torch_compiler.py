@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 import torch
 from torch import SymInt, Tensor
 
+from compiled_optim.memory.torch_internals import without_autocast
+
 Code: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """A function of tensors, compiled or not: it writes into them, or returns new ones."""
 
@@ -98,6 +100,6 @@ def _alone() -> Iterator[None]:
         torch.compiler._is_compiling_flag = True
         while torch._C._len_torch_function_stack():
             stack.callback(torch._C._push_on_torch_function_stack, torch._C._pop_torch_function_stack())
-        for context in (_disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast()):
+        for context in (_disable_current_modes(), torch.inference_mode(False), torch.no_grad(), without_autocast()):
             stack.enter_context(context)
         yield

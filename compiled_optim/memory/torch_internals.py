@@ -164,6 +164,12 @@ def outside_inference_mode() -> Iterator[None]:
         yield
 
 
+def without_autocast() -> contextlib.AbstractContextManager[None]:
+    """Return a context in which operations compute in the dtypes of their tensors."""
+    context: contextlib.AbstractContextManager[None] = torch._C._DisableAutocast()
+    return context
+
+
 def is_capturing(device: torch.device) -> bool:
     """Return whether a graph of ``device`` is being captured."""
     return current_capture(device) is not None

@@ -41,8 +41,7 @@ class KernelKey:
         choices = "".join(f", {n}={value}" for n, value in self.statics if n not in others and value not in (False, None))
         param, grad, *buffers = map(_name, self.dtypes)
         state = ", ".join(sorted(set(buffers))) or "none"
-        param = param if self.updates else grad
-        dtypes = param if {grad, *buffers} == {param} else f"param {param}, grad {grad}, state {state}"
+        dtypes = grad if not self.updates or {grad, *buffers} == {param} else f"param {param}, grad {grad}, state {state}"
         return f"{self.rule.name}[{self.arrangement}] {dtypes} on {self.device}{choices}"
 
     @property
@@ -86,10 +85,7 @@ def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement:
 
 
 def coefficient_key(plan: Plan, grad_dtype: torch.dtype = torch.float64) -> KernelKey:
-    """Return the key of the kernel that evaluates all coefficients of ``plan``, whose tensors are updated separately.
-
-    It measures gradients of ``grad_dtype``.
-    """
+    """Return the key of the kernel that evaluates all coefficients of ``plan``, and measures gradients of ``grad_dtype``."""
     chosen = {choice.name for choice in (*plan.rule.statics, *plan.rule.options)}
     statics = tuple((name, value) for name, value in plan.statics.items() if name in chosen)
     return KernelKey(plan.rule, statics, plan.device.type, COEFFICIENTS, (torch.float64, grad_dtype.to_real()))

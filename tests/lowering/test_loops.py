@@ -288,15 +288,16 @@ def test_every_process_writes_the_same_code() -> None:
     assert len(printed.pop().split()) == 4
 
 
+@pytest.mark.parametrize("lowering", ["auto", "eager"])
 @pytest.mark.parametrize(
     "context", [torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)], ids=["inference", "autocast"]
 )
-def test_contexts_change_nothing(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_contexts_change_nothing(context: Any, lowering: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither in them nor afterwards, where memory that they may have made is used again."""
     monkeypatch.setattr(cpp_stacks, "_memory", cpp_stacks._Memory())
     params = [torch.nn.Parameter(torch.randn(12, 20)) for _ in range(2)]
     twins = copies(params, torch.float32)
-    optimizer, reference = Products(params, lr=0.1), Products(twins, lr=0.1)
+    optimizer, reference = (Products(each, lr=0.1, lowering=lowering) for each in (params, twins))
     for step in range(4):
         give_gradients(params, twins, step)
         reference.step()

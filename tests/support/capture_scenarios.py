@@ -72,7 +72,9 @@ def make(
     **kwargs: Any,
 ) -> Side:
     """One side; every call makes the same one. The memory of matrices may be ``transposed``."""
-    warnings.filterwarnings("ignore", message="compiled_optim: Sorted runs eager", category=RuntimeWarning)
+    warnings.filterwarnings(
+        "ignore", message="compiled_optim: Inductor compiles stacks, since Sorted", category=RuntimeWarning
+    )
     torch.manual_seed(4)
     model = Net(bias=optimizer._granularity != "matrix").to(device, dtype)
     for param in (p for p in model.parameters() if transposed and p.dim() > 1):
