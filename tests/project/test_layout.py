@@ -121,7 +121,7 @@ BUDGET = {
     "cli": 1189,
     "groups": 1357,
     "interop": 2199,
-    "lowering": 5259,
+    "lowering": 5277,
     "memory": 1314,
     "optimizers": 1924,
     "plan": 892,
