@@ -94,7 +94,7 @@ def each_is_updated_once_with_two_collectives(directory: Path) -> None:
         optimizer.step()
     (lowering,) = engine_of(optimizer).step.lowerings
     assert len(calls) == 2 * len(lowering.stacks) == 2 * len(set(SHAPES))
-    own = torch.tensor(sum(len(stack.owners.owned) for stack in lowering.stacks))
+    own = torch.tensor(sum(len(stack.copies.owners.owned) for stack in lowering.stacks))
     most = own.clone()
     dist.all_reduce(own)
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -173,7 +173,7 @@ def replicas_of_shards(directory: Path) -> None:
     parts = [nn.Parameter(distribute_tensor(p.detach(), mesh, [Replicate(), Shard(0)])) for p in whole()]
     train(co.Muon, plain, lr=0.1, lowering="eager")
     together = train(co.Muon, parts, lr=0.1, lowering="eager")
-    assert all(stack.owners is not None for stack in engine_of(together).step.lowerings[0].stacks)
+    assert all(stack.copies.owners is not None for stack in engine_of(together).step.lowerings[0].stacks)
     for p, q in zip(plain, parts, strict=True):
         assert torch.equal(p, full(q))
 
