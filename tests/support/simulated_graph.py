@@ -240,7 +240,8 @@ class RecordedLoops:
     def run(self, arguments: Mapping[str, Tensor], columns: int) -> None:
         graph = SimulatedGraph.recording
         if graph is None:
-            self._loops.run(arguments, columns)
+            with _disable_current_modes():  # each thread keeps the memory of C++ loops
+                self._loops.run(arguments, columns)
             return
         kept = {name: graph.where_it_is(tensor) for name, tensor in arguments.items()}
         graph.record("loops", lambda: self._loops.run(kept, columns))
