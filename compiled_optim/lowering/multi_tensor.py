@@ -35,8 +35,10 @@ class MultiTensorLowering(Lowering):
         self.reads_addresses = not self._stand_ins
         self.coefficients.compile(kernels[0])
         expressions = max((p.sums.stop - p.sums.start for p in self._stages.values()), default=0)
+        outputs, gradients = self.plan.outputs, self.coefficients.table.gradients
+        totals = outputs.sums(self.plan.params, self.plan.device) if outputs.choice.sums else None
         self.tables = [
-            KernelTensors(kernel, self.plan, tensors, self.coefficients.table.gradients, where, expressions)
+            KernelTensors(kernel, self.plan, tensors, gradients, where, expressions, totals)
             for kernel, where in zip(kernels, positions.values(), strict=True)
         ]
         self.square_sum_count = sum(table.square_sum_count for table in self.tables)
@@ -62,7 +64,7 @@ class MultiTensorLowering(Lowering):
         else:
             self._load_stand_ins()
             self.coefficients.step(self.tables)
-            self._store_stand_ins()
+            self._finish()
 
     def _reduce(self, stage: int) -> None:
         self._load_stand_ins()
@@ -75,6 +77,13 @@ class MultiTensorLowering(Lowering):
         with self.coefficients.on_device:
             for table in self.tables:
                 table.kernel.update(table, self.coefficients.table)
+        self._finish()
+
+    def _finish(self) -> None:
+        if self.plan.outputs.choice.sums:
+            with self.coefficients.on_device:
+                for table in self.tables:
+                    table.kernel.total(table, self.coefficients.table)
         self._store_stand_ins()
 
     def _load_stand_ins(self) -> None:

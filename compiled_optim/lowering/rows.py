@@ -310,6 +310,8 @@ class RowBatch:
     ``rows`` is the knowledge of the rows that the prepared entries name.
     """
 
+    output_sums: Sequence[Tensor] = ()
+
     def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], kernel: Kernel) -> None:
         device, count = plan.device, sum(counts)
         self.kind, self.kernel = kind, kernel

@@ -15,6 +15,7 @@ import torch
 
 from compiled_optim.memory.cache import uses
 from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.rule.outputs import NONE, Outputs
 from compiled_optim.rule.rule import Rule
 
 MULTI_TENSOR = "multi-tensor"  # the arrangement of tensors that a kernel reads by address
@@ -35,6 +36,7 @@ class KernelKey:
     device: str
     arrangement: str
     dtypes: tuple[torch.dtype, ...]  # of the real numbers of parameter, gradient and buffers
+    outputs: Outputs = NONE  # of the end of the update
 
     def __str__(self) -> str:
         others = {static.name for static in self.rule.statics if not static.init}
@@ -42,7 +44,8 @@ class KernelKey:
         param, grad, *buffers = map(_name, self.dtypes)
         state = ", ".join(sorted(set(buffers))) or "none"
         dtypes = grad if not self.updates or {grad, *buffers} == {param} else f"param {param}, grad {grad}, state {state}"
-        return f"{self.rule.name}[{self.arrangement}] {dtypes} on {self.device}{choices}"
+        outputs = f", {self.outputs}" if self.outputs else ""
+        return f"{self.rule.name}[{self.arrangement}] {dtypes} on {self.device}{choices}{outputs}"
 
     @property
     def updates(self) -> bool:
@@ -69,6 +72,7 @@ class KernelKey:
     def _in_words(self) -> dict[str, Any]:
         param, grad, *buffers = map(_name, self.dtypes)
         dtypes = {"param dtype": param, "grad dtype": grad, "device": self.device, "state dtypes": tuple(buffers)}
+        dtypes |= {"outputs": str(self.outputs)} if self.outputs else {}
         return {"arrangement": self.arrangement, **dtypes, **dict(self.statics)}
 
 
@@ -81,7 +85,9 @@ def kernel_key(plan: Plan, member: Member, grad_dtype: torch.dtype, arrangement:
     dtypes = [member.param.dtype, grad_dtype, *(member.entries[name].dtype for name in plan.buffers)]
     # Triton runs a multi-tensor kernel on the current device; Inductor writes the device's number into its code.
     device = plan.device.type if arrangement == MULTI_TENSOR else str(plan.device)
-    return KernelKey(plan.rule, tuple(plan.statics.items()), device, arrangement, tuple(d.to_real() for d in dtypes))
+    real = tuple(d.to_real() for d in dtypes)
+    outputs = plan.outputs.choice if arrangement == MULTI_TENSOR else NONE
+    return KernelKey(plan.rule, tuple(plan.statics.items()), device, arrangement, real, outputs)
 
 
 def coefficient_key(plan: Plan, grad_dtype: torch.dtype = torch.float64) -> KernelKey:

@@ -21,6 +21,7 @@ from compiled_optim.groups.parameters import advising, canonical_name, parameter
 from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
 from compiled_optim.memory import layout, torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
+from compiled_optim.plan.output_memory import NO_OUTPUTS, OutputMemory
 from compiled_optim.rule.declared import rule_name
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
@@ -80,6 +81,7 @@ class Plan:
     grad_of: InitVar[Callable[[Tensor], Tensor | None]]  # returns a parameter's gradient; later gradients have its dtype
     shares_memory: bool = False  # whether it comes after others that its parameters share memory with
     is_first: bool = False  # whether it is the optimizer's first plan, which records norm and skips of the step
+    outputs: OutputMemory = NO_OUTPUTS  # of the end of an update, besides the new tensors
 
     def __post_init__(self, grad_of: Callable[[Tensor], Tensor | None]) -> None:
         self.hypers = self.rule.present_hypers(self.statics)

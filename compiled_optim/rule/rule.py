@@ -9,13 +9,14 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
 from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static, hint
 from compiled_optim.rule.formats import GROUP
+from compiled_optim.rule.outputs import SUMS
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
 
 Gradients: TypeAlias = Literal["dense", "sparse"]  # of an optimizer's parameters; sparse ones are COO tensors
@@ -35,6 +36,9 @@ RULE = "rule"
 
 WHY = "why"
 """The group entry with the reasons, by parameter name, why a parameter is in the group. It is not saved."""
+
+EXACT = "exact"
+"""The result of an update that stores a parameter in few bits: its value before the step, and after it before rounding."""
 
 INDEX = "index"  # an argument that ``update`` may take: the index of the element in the parameter's memory
 
@@ -201,7 +205,8 @@ class Written:
 
     They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for
     ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and the new buffers; those of
-    ``reduce`` its means and its ``totals``, after which ``c`` has ``adapted`` attributes.
+    ``reduce`` its means and its ``totals``, after which ``c`` has ``adapted`` attributes. ``sums`` are the expressions that
+    the end of an update adds up, by name.
     """
 
     numbers: tuple[str, ...]
@@ -209,6 +214,7 @@ class Written:
     results: dict[str, str]
     totals: tuple[str, ...] = ()
     adapted: tuple[str, ...] = ()
+    sums: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def lines(self) -> list[str]:
@@ -356,8 +362,11 @@ class Rule(Declaration):
         return [s.text for s in code.statements], {name: code.operand(value) for name, value in results.items()}
 
     @_once
-    def written(self, statics: Mapping[str, Any], dialect: Dialect) -> list[Written]:
-        """Write each of ``reductions`` and then ``update`` of an elementwise rule in ``dialect``, under these choices."""
+    def written(self, statics: Mapping[str, Any], dialect: Dialect, sums: tuple[str, ...] = ()) -> list[Written]:
+        """Write each of ``reductions`` and then ``update`` of an elementwise rule in ``dialect``, under these choices.
+
+        ``sums`` are names in :data:`SUMS`.
+        """
         present, names, stages = self.present_buffers(statics), self.coefficient_names(statics), []
         for stage, function in enumerate(self.reductions):
             code = Code(dialect, "e")
@@ -374,9 +383,12 @@ class Rule(Declaration):
             stages.append(Written(names, code.statements, texts, totals, adapted))
             names = (*names, *reductions, *adapted)
         code = Code(dialect, "e")
-        results = self._checked_update(self._element(statics, code, names), present)
+        values = self._element(statics, code, names)
+        results = self._checked_update(values, present)
         texts = {name: code.operand(results[name]) for name in ("param", *present)}
-        return [*stages, Written(names, code.statements, texts)]
+        old, new = results.get(EXACT, (values["param"], results["param"]))
+        of_outputs = {name: code.operand(SUMS[name](old, new, values["grad"])) for name in sums}
+        return [*stages, Written(names, code.statements, texts, sums=of_outputs)]
 
     def written_in_full(self, statics: Mapping[str, Any], dialect: Dialect) -> str:
         """Return a text that differs for elementwise rules of other operations under these choices.
@@ -452,7 +464,7 @@ class Rule(Declaration):
     def _checked_update(self, values: Mapping[str, Any], present: Sequence[str]) -> dict[str, Any]:
         """Run :meth:`updated` while the rule is checked; the results must have the buffers that are ``present``."""
         results = self._run("update", self.update, values, ("step", *present))
-        if unknown := results.keys() - {"param", "step", "after", *(b.name for b in self.buffers)}:
+        if unknown := results.keys() - {"param", "step", "after", EXACT, *(b.name for b in self.buffers)}:
             raise TypeError(f"{self.name}.update returns {sorted(unknown)}, which the class does not declare")
         if not callable(results.get("after", callable)):
             raise TypeError(f"{self.name}.update returns an after that is no function of the parameter")

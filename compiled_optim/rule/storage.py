@@ -18,7 +18,7 @@ from torch import Tensor
 
 from compiled_optim.rule import formats
 from compiled_optim.rule.fields import Buffer, Option, check_patterns, hint
-from compiled_optim.rule.rule import INDEX, Rule, Values
+from compiled_optim.rule.rule import EXACT, INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
 
 Weights: TypeAlias = Literal["kahan", "stochastic", "split8", "split16", "master"]
@@ -137,8 +137,10 @@ def stored(rule: Rule) -> Rule:
         stored, mode = _rounded_by_step(values, signs), _mode(values)
         if mode is None and not stored:
             return rule.update(values)
-        new = rule.updated(opened(values))
+        seen = opened(values)
+        new = rule.updated(seen)
         if mode is not None:
+            new[EXACT] = seen["param"], new["param"]
             new |= parts_of(new["param"], values, mode, values["weights"][1])
         for (name, dtype), number in zip(stored.items(), itertools.cycle(_THRESHOLDS), strict=False):
             entry = code_name(name) if dtype == INT8 else name

@@ -60,8 +60,10 @@ def source(key: KernelKey) -> str:
         return text + squares
     program = Program(key, DIALECT)
     means = "".join(_means(program, *means) for means in program.means.items())
-    stores = [_store(*new) for new in program.new_elements()]
-    return text + means + _each_block(program, "update", program.update, stores) + squares + _STEP
+    stores = [_store(*new, program.served) for new in program.new_elements()]
+    stores += [_Store(value, f"{name}_of@[i - origin] = {value};") for name, value in program.sums.items()]
+    update = _each_block(program, "update", program.update, stores, outputs=_Outputs(program))
+    return text + means + update + squares + ("" if program.sums else _STEP)
 
 
 class _Store(NamedTuple):
@@ -71,6 +73,7 @@ class _Store(NamedTuple):
     text: str
     array: Array | None = None  # None for a sum
     bits: str = ""
+    mark: str = ""  # the statement that notes, before ``text``, which bits it changes
 
 
 class _Pair(NamedTuple):
@@ -99,42 +102,87 @@ def _means(program: Program, stage: int, written: Written) -> str:
     return _each_block(program, f"sums{stage}", written, stores, list(sums))
 
 
-def _store(array: Array, value: str, above: str | None) -> _Store:
-    """Return the store of ``value`` in ``array``, or of the upper half of the bits ``above``, which need no rounding."""
+def _store(array: Array, value: str, above: str | None, served: torch.dtype | None) -> _Store:
+    """Return the store of ``value`` in ``array``, or of the upper half of the bits ``above``, which need no rounding.
+
+    With ``served``, a store in the parameter notes which bits it changes of the element in that dtype.
+    """
     kind = STORAGE[array.dtype]
     bits = {"bfloat16": f"bfloat16::upper_of({value})", "float16": f"uint32_t(float16({value}).bits)"}.get(kind, value)
     if above is not None:
         value, kind, bits = above, "bfloat16::of_bits", above
-    return _Store(value, f"{_location(array)} = {kind}({value});", array, bits)
+    mark = ""
+    if served is not None and array.row == rows.PARAM:
+        seen = STORAGE[served if array.dtype.itemsize > 2 else array.dtype]
+        mark = f"changed[i - origin] = bits_of({seen}({_location(array)})) ^ bits_of({seen}({kind}({value})));"
+    return _Store(value, f"{_location(array)} = {kind}({value});", array, bits, mark)
 
 
-def _each_block(program: Program, name: str, written: Written, stores: Sequence[_Store], totals: Sequence[str] = ()) -> str:
+class _Outputs:
+    """The outputs of an update that are no arrays. Loops leave them on the stack; they are collected behind each loop."""
+
+    def __init__(self, program: Program) -> None:
+        self._marks, self.sums = program.served is not None, [*program.sums]
+        words = f"uint32_t* __restrict const words = at<uint32_t>(tensors, {program.words}, count, t) + start / 32;"
+        self.before = [words] * self._marks + [f"T {name}_lanes[32] = {{}};" for name in self.sums]
+
+    def __bool__(self) -> bool:
+        return bool(self.before)
+
+    def around(self, loop: Sequence[str], size: int, count: str, *, of_pairs: bool = False, cleared: str = "") -> list[str]:
+        """Return ``loop`` between memory for ``size`` elements or pairs, and the code that collects the first ``count``."""
+        suffixes, mark = ("01", "mark_pairs") if of_pairs else ([""], "mark")
+        numbers = [(name, f"{name}_of{suffix}") for name in self.sums for suffix in suffixes]
+        return [
+            *[f"uint32_t changed[{size}]{cleared};"] * self._marks,
+            *(f"T {of_elements}[{size}]{cleared};" for _, of_elements in numbers),
+            *loop,
+            *[f"{mark}(words + from / 32, changed, {count});"] * self._marks,
+            *(f"add_in_lanes({name}_lanes, {of_elements}, {count});" for name, of_elements in numbers),
+        ]
+
+
+def _each_block(
+    program: Program,
+    name: str,
+    written: Written,
+    stores: Sequence[_Store],
+    totals: Sequence[str] = (),
+    outputs: _Outputs | None = None,
+) -> str:
     """Return the C++ function ``name``: for the elements of each block, it runs ``written``, then ``stores``.
 
-    ``totals`` are the variables in which it adds up sums.
+    ``totals`` are the variables in which it adds up sums. ``outputs`` are those of an update.
     """
+    outputs = outputs or None
     pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else INDEPENDENT
     elements = [a for a in program.arrays if not a.grouped]
     is_paired = not totals and all(a.dtype in _PAIRS for a in elements)
     if len(elements) < len(program.arrays):
-        loop = _loop_over_groups(program.arrays, written, stores, pragma, is_paired=is_paired)
+        loop = _loop_over_groups(program.arrays, written, stores, pragma, outputs, is_paired=is_paired)
     else:
         body = _singly(elements, written.reads_index, written.lines, stores)
-        loop = _loop_over_pairs(elements, written, stores, body) if is_paired else _loop(pragma, "0", "size", body)
+        if is_paired:
+            loop = _loop_over_pairs(elements, written, stores, body, outputs)
+        else:
+            loop = _loop_over_words(body, outputs) if outputs else _loop(pragma, "0", "size", body)
     before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
+    if outputs:
+        before += outputs.before
+    sums = [*totals, *(f"sum_of({name}_lanes)" for name in outputs.sums)] if outputs else totals
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
     return _EACH_BLOCK.format(
         name=name,
-        parameters=", double* sums" if totals else "",
-        block_parameters=", double* sums, int64_t block_count" if totals else "",
-        block_arguments=", sums + c, block_count" if totals else "",
+        parameters=", double* sums" if sums else "",
+        block_parameters=", double* sums, int64_t block_count" if sums else "",
+        block_arguments=", sums + c, block_count" if sums else "",
         column=rows.COLUMN,
         compute=STORAGE[program.compute],
         numel=rows.NUMEL,
         size=BLOCK,
         before=indented([*before, *(f"double {total} = 0;" for total in totals)], "  "),
         loop=indented(loop, "  "),
-        after=indented([f"sums[{i} * block_count] = {total};" for i, total in enumerate(totals)], "  "),
+        after=indented([f"sums[{i} * block_count] = {total};" for i, total in enumerate(sums)], "  "),
     )
 
 
@@ -164,21 +212,25 @@ def _singly(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], st
     """Return a loop body that loads element ``i`` of ``arrays``, runs ``lines``, and stores."""
     index = [f"const uint32_t {INDEX} = uint32_t(start + i);"] if reads_index else []
     loads = [_definition(a, _location(a)) for a in arrays]
-    return [*index, *loads, *(line.replace("@", "") for line in lines), *(s.text for s in stores)]
+    texts = (text for s in stores for text in (s.mark, s.text) if text)
+    return [*index, *loads, *(line.replace("@", "") for line in (*lines, *texts))]
 
 
 def _in_pairs(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_Store]) -> list[str]:
     """Return a loop body for both elements of pair ``i`` in the tile at element ``from``; @ in a line becomes 0 and 1."""
     body = [f"const uint32_t {a.element}_word = {_word(a).replace('<', '<const ')};" for a in arrays]
+    sums, stores = [s.text for s in stores if s.array is None], [s for s in stores if s.array is not None]
     body += [f"uint32_t stored{n}_0, stored{n}_1;" for n in range(len(stores))]
     for lane in (0, 1):
         index = [f"const uint32_t {INDEX} = uint32_t((start + from) / 2 + i) << 1 | {lane};"] if reads_index else []
         loads = [_definition(a, _PAIRS[a.dtype].elements[lane].format(f"{a.element}_word")) for a in arrays]
         stored = [f"stored{n}_{lane} = {store.bits};" for n, store in enumerate(stores)]
-        body += ["{", *(f"  {line.replace('@', str(lane))}" for line in (*index, *loads, *lines, *stored)), "}"]
+        body += ["{", *(f"  {line.replace('@', str(lane))}" for line in (*index, *loads, *lines, *stored, *sums)), "}"]
     for n, store in enumerate(stores):
         assert store.array is not None
-        body.append(f"{_word(store.array)} = {_PAIRS[store.array.dtype].both.format(f'stored{n}_0', f'stored{n}_1')};")
+        both = _PAIRS[store.array.dtype].both.format(f"stored{n}_0", f"stored{n}_1")
+        body += [f"changed[i - origin] = ({both}) ^ {store.array.element}_word;"] if store.mark else []
+        body.append(f"{_word(store.array)} = {both};")
     return body
 
 
@@ -200,13 +252,34 @@ def _tile(arrays: Sequence[Array], body: Sequence[str]) -> list[str]:
     ]
 
 
-def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence[_Store], last: Sequence[str]) -> list[str]:
+def _loop_over_words(body: Sequence[str], outputs: _Outputs) -> list[str]:
+    """Return a loop over the elements of each word of ``outputs``."""
+    part = outputs.around(_loop(INDEPENDENT, "from", "from + count", body), 32, "count")
+    return [
+        "const auto update_word = [&](const int64_t from, const auto count) __attribute__((always_inline)) {",
+        *("  const int64_t origin = from;", *(f"  {line}" for line in part), "};"),
+        "for (int64_t from = 0; from + 32 <= size; from += 32) update_word(from, Known<32>());",
+        "if (size % 32) update_word(size / 32 * 32, size % 32);",
+    ]
+
+
+def _loop_over_pairs(
+    arrays: Sequence[Array],
+    written: Written,
+    stores: Sequence[_Store],
+    last: Sequence[str],
+    outputs: _Outputs | None,
+) -> list[str]:
     """Return a loop over pairs of elements, and the body ``last`` for the odd element at the end."""
     body = _in_pairs(arrays, written.reads_index, written.lines, stores)
     tile = [
         f"const int64_t pairs = (size - from < {_TILE} ? size - from : {_TILE}) / 2;",
         *_tile(arrays, _loop(INDEPENDENT, "0", "pairs", body)),
     ]
+    if outputs:
+        tile = [tile[0], "const int64_t origin = 0;", *outputs.around(tile[1:], _TILE // 2, "pairs", of_pairs=True)]
+        cleared = outputs.around(last, 32, "32", cleared=" = {}")  # but for the odd element, the last one of a word or not
+        last = ["const int64_t from = i / 32 * 32, origin = from;", *cleared]
     return [
         *(f"for (int64_t from = 0; from < size; from += {_TILE}) {{", *(f"  {line}" for line in tile), "}"),
         *("if (size % 2) {", "  const int64_t i = size - 1;", *(f"  {line}" for line in last), "}"),
@@ -214,7 +287,13 @@ def _loop_over_pairs(arrays: Sequence[Array], written: Written, stores: Sequence
 
 
 def _loop_over_groups(
-    arrays: Sequence[Array], written: Written, stores: Sequence[_Store], pragma: str, *, is_paired: bool
+    arrays: Sequence[Array],
+    written: Written,
+    stores: Sequence[_Store],
+    pragma: str,
+    outputs: _Outputs | None,
+    *,
+    is_paired: bool,
 ) -> list[str]:
     """Return two loops over the elements of some groups: the first finds the largest value of each group.
 
@@ -280,6 +359,8 @@ def _loop_over_groups(
         ]
         origin = f"const int64_t from = first * {GROUP}, origin = {'0' if of_pairs else 'from'};"
         pairs = f"const int64_t pairs = (last - first) * {GROUP // 2};"
+        if outputs:
+            loops = outputs.around(loops, _GROUPS * step, "(last - first) * group_size", of_pairs=of_pairs)
         return [origin, *([pairs, *_tile(elements, loops)] if of_pairs else loops)]
 
     def function(name: str, of_pairs: bool) -> list[str]:
@@ -408,6 +489,10 @@ class CppKernel(Kernel):
             function.argtypes, function.restype = [ctypes.c_int64] * len(parameters.split(",")), None
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
+        if table.output_sums:
+            super().step(table, coefficients)
+            return
+
         def arguments() -> Arguments:
             _, _, tables, counts = self._evaluated(coefficients)
             tables = *tables, table.tensors, table.grads, table.blocks

@@ -82,7 +82,8 @@ class Array:
 class Program:
     """The code for each element in the kernel of an elementwise rule: ``means`` by their stage, and an ``update``.
 
-    ``arrays`` are the parameter, gradient and buffers. ``compute`` is the dtype in which they are updated.
+    ``arrays`` are the parameter, gradient and buffers. ``compute`` is the dtype in which they are updated. ``served`` and
+    ``sums`` are the outputs of the update that are no arrays; ``words`` is the row of the addresses of changed bits.
     """
 
     def __init__(self, key: KernelKey, dialect: Dialect) -> None:
@@ -93,7 +94,10 @@ class Program:
             grouped = name in rule.grouped_buffers(statics)
             self.arrays.append(Array(dtype, f"buffers{i}", f"buffer{i}", BUFFERS + i, grouped))
         self.compute = compute_dtype(param)
-        *means, self.update = rule.written(statics, dialect)
+        key.outputs.check(param)
+        self.served, self.words = key.outputs.served, BUFFERS + len(buffers)
+        *means, self.update = rule.written(statics, dialect, key.outputs.sums)
+        self.sums = self.update.sums
         self.means = {i: stage for i, stage in enumerate(means) if stage.results}
 
     def new_elements(self) -> list[tuple[Array, str, str | None]]:

@@ -322,6 +322,7 @@ class TensorTable(Protocol):
     launches: Launches
     tensors: Tensor  # (rows, tensors) int64; see PARAM and the rows beside it
     blocks: Tensor  # (blocks, 2) int64, the tensor and the index of the block in it
+    output_sums: Sequence[Tensor]  # (sums, blocks) float64, written by an update with sums; empty for others
     elements: int  # real numbers in all tensors that have blocks
 
     @property
@@ -335,18 +336,22 @@ def tensor_rows(plan: Plan, positions: Iterable[int]) -> tuple[Tensor, dict[int,
     Columns of other parameters are 0.
     """
     orders = {i: plan.memory_order(plan.members[i]) for i in positions}
-    columns = [[0] * (BUFFERS + len(plan.buffers)) for _ in plan.members]
+    marks = plan.outputs.choice.served is not None
+    columns = [[0] * (BUFFERS + len(plan.buffers) + marks) for _ in plan.members]
     for i, order in orders.items():
         member = plan.members[i]
         buffers = [member.entries[name].data_ptr() for name in plan.buffers]
-        columns[i] = [order.target.data_ptr(), real_numel(member.param), i, *buffers]
+        numel = real_numel(member.param)
+        words = [plan.outputs.words(member.owner, numel, plan.device).data_ptr()] if marks else []
+        columns[i] = [order.target.data_ptr(), numel, i, *buffers, *words]
     return upload(list(zip(*columns, strict=True)), plan.device), orders
 
 
 class KernelTensors:
     """A :class:`TensorTable` of the tensors at ``positions`` of a plan, which one kernel updates, measures and reduces.
 
-    ``tensors`` are the rows for all of the plan. ``expressions`` is the largest number of sums of a reduction.
+    ``tensors`` are the rows for all of the plan. ``expressions`` is the largest number of sums of a reduction. ``totals``
+    is the memory of the sums that the end of an update adds up, None if it has none.
 
     Attributes:
         reduce_blocks: (blocks, 2) int64, like ``blocks``, for adding up squares and the rule's sums.
@@ -354,6 +359,9 @@ class KernelTensors:
         ranges: (tensors, 4) int64: a tensor, its first block, the one after its last, and its number of real elements: at
             least 1, and of a DTensor in all shards.
         sums: (expressions, blocks) float64, written: the sums over blocks.
+        output_sums: with (sums, blocks) float64, written: those that an update adds up, over its blocks; else empty.
+        output_ranges: as ``ranges``, of ``blocks``; the numbers are 1.
+        totals: (sums, parameters) float64, written: the sums of ``output_sums``, if there are any.
     """
 
     def __init__(
@@ -364,13 +372,20 @@ class KernelTensors:
         gradients: GradientPointers,
         positions: Sequence[int],
         expressions: int,
+        totals: Tensor | None = None,
     ) -> None:
         self.kernel = kernel
         self.tensors = tensors
         self._gradients = gradients
         device, numels = tensors.device, [real_numel(plan.members[i].param) for i in positions]
         self.elements = sum(numels)
-        self.blocks = upload(blocks_of(positions, numels, kernel.block)[0], device)
+        blocks, ranges = blocks_of(positions, numels, kernel.block)
+        self.blocks = upload(blocks, device)
+        self.output_sums: Sequence[Tensor] = ()
+        if totals is not None:
+            self.totals = totals
+            self.output_sums = (torch.empty(len(totals), len(blocks), dtype=torch.float64, device=device),)
+            self.output_ranges = upload(np.column_stack([positions, ranges, np.ones_like(positions)]), device)
         blocks, ranges = blocks_of(positions, numels, kernel.reduce_block)
         self.reduce_blocks = upload(blocks, device)
         self.ranges = upload(np.column_stack([positions, ranges, [plan.counts[i] for i in positions]]), device)
@@ -457,7 +472,17 @@ class Kernel(abc.ABC):
 
     def update(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Update the tensors that have a gradient, with the coefficients in their columns."""
-        self._launch("update", table, lambda: self._updated(table, table.blocks, coefficients))
+        self._launch("update", table, lambda: self._updated(table, table.blocks, coefficients, *table.output_sums))
+
+    def total(self, table: KernelTensors, coefficients: CoefficientTable) -> None:
+        """Write the sums that :meth:`update` added up over blocks, for each tensor that it updated."""
+
+        def arguments() -> Arguments:
+            tensors = *table.output_sums, table.output_ranges, table.grads, coefficients.outcome, table.totals
+            counts = len(table.blocks), table.totals.shape[1], 0
+            return (len(table.output_ranges), len(table.totals)), 0, tensors, counts
+
+        self._launch("average", table, arguments, len(self._stages))
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Evaluate, then update; in one call where that is faster."""

@@ -56,6 +56,7 @@ _EXPRESSIONS = {
     "broadcast_(x)": "tl.reshape(tl.broadcast_to(x[:, None], [x.shape[0], GROUP]), [x.shape[0] * GROUP])",
     "rounded(x, dtype: tl.constexpr)": "x.to(dtype)",
     "upper(x)": "(x >> 16).to(tl.int16)",
+    "bits_of(x, seen: tl.constexpr, whole: tl.constexpr)": "x.to(seen).to(whole, bitcast=True)",
     "narrow(address, dtype: tl.constexpr)": "address.to(tl.pointer_type(dtype))",
     "wide(address, dtype: tl.constexpr, size: tl.constexpr)": "tl.multiple_of(address.to(tl.pointer_type(dtype)), size)",
 }
@@ -167,6 +168,20 @@ def store_shared(pointer, start, left, x, row: tl.constexpr):
     rows = tl.max(tl.reshape(elements, [elements.shape[0] // row, row]), axis=1)
     at = tl.arange(0, rows.shape[0]) * row
     tl.store(pointer + start // GROUP + at // GROUP, rows, mask=(at % GROUP == 0) & (at < left))
+
+
+# Set the bits of elements that changed in their words, of 32 each. A thread has ``row`` elements in a row; as in
+# `store_shared`, the one with the first element of a word stores it.
+@triton.jit
+def mark(words, start, left, changed, row: tl.constexpr):
+    size: tl.constexpr = changed.shape[0]
+    flags = tl.reshape(changed.to(tl.int32) << tl.arange(0, size) % 32, [size // 32, 32])
+    elements = tl.reshape(tl.broadcast_to(tl.sum(flags, axis=1)[:, None], [size // 32, 32]), [size])
+    rows = tl.max(tl.reshape(elements, [size // row, row]), axis=1)
+    at = tl.arange(0, size // row) * row
+    first = (at % 32 == 0) & (at < left)
+    words += start // 32 + at // 32
+    tl.store(words, tl.load(words, mask=first, other=0) | rows, mask=first)
 """
 )
 
@@ -194,7 +209,7 @@ def source(key: KernelKey) -> str:
     program = Program(key, dialect)
     size = REDUCE_BYTES // key.dtypes[1].itemsize
     means = "".join(_means(program, *means, size) for means in program.means.items())
-    return text + means + (_AVERAGE if means else "") + _square_sums(key.dtypes[1]) + _update(program)
+    return text + means + (_AVERAGE if means or program.sums else "") + _square_sums(key.dtypes[1]) + _update(program)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -218,7 +233,11 @@ class _Path(NamedTuple):
         if array.grouped:
             return f"{array.element} = load_shared({self._of_groups(array)}, {self.size}).to({dtype_name(compute)})"
         kind = torch.int32 if array.is_int else compute
-        return f"{array.element} = tl.load({self._pointer(array)} + at, mask=inside).to({dtype_name(kind)})"
+        return f"{array.element} = {self.stored(array)}.to({dtype_name(kind)})"
+
+    def stored(self, array: Array) -> str:
+        """Return the expression of an element of ``array``, which has no group."""
+        return f"tl.load({self._pointer(array)} + at, mask=inside)"
 
     def store(self, array: Array, value: str, bits: str | None) -> str:
         """Return the statement that stores ``value``, or the upper half of ``bits``, which need no rounding."""
@@ -228,6 +247,18 @@ class _Path(NamedTuple):
         if array.grouped:
             return f"store_shared({self._of_groups(array)}, {rounded}, {self.row})"
         return f"tl.store({self._pointer(array)} + at, {rounded}, mask=inside)"
+
+    def mark(self, array: Array, value: str, bits: str | None, served: torch.dtype) -> str:
+        """Return the statement that notes if the new ``value`` differs from the ``stored`` one in its bits as ``served``."""
+        new = (
+            f"rounded({value}, {dtype_name(array.dtype)})"
+            if bits is None
+            else f"upper({bits}).to(tl.bfloat16, bitcast=True)"
+        )
+        seen = served if array.dtype.itemsize > 2 else array.dtype
+        as_seen = f"{dtype_name(seen)}, tl.int{8 * seen.itemsize}"
+        changed = f"(bits_of(stored, {as_seen}) != bits_of({new}, {as_seen})) & inside"
+        return f"mark(narrow(words, tl.int32), {self.start}, {self.left}, {changed}, {self.row})"
 
     def _pointer(self, array: Array) -> str:
         if self.row == 1:
@@ -239,11 +270,19 @@ class _Path(NamedTuple):
 
 
 def _each_block(
-    program: Program, name: str, written: Written, size: str, results: Callable[[_Path], Sequence[list[str]]], **more: str
+    program: Program,
+    name: str,
+    written: Written,
+    size: str,
+    results: Callable[[_Path], Sequence[list[str]]],
+    *,
+    marks: bool = False,
+    sums: int = 0,
 ) -> str:
     """Return a kernel that runs the statements ``written`` for the elements of each block of ``size`` elements.
 
-    ``results`` gives, for each path, the statements before the loop, at the end of each iteration, and after the loop.
+    ``results`` gives, for each path, the statements before the loop, at the end of each iteration, and after the loop. With
+    ``marks`` these have the address of ``words`` and the ``stored`` element of the parameter; they leave ``sums`` numbers.
     """
     elementwise = [a for a in program.arrays if not a.grouped]
     part = ("start + offset", "left - offset")
@@ -255,6 +294,8 @@ def _each_block(
         before, each, after = results(path)
         index = [f"{INDEX} = at.to(tl.int32)"] if written.reads_index else []
         loads = [path.load(array, program.compute) for array in program.arrays]
+        if marks:
+            loads[:1] = f"stored = {path.stored(program.arrays[0])}", f"param = stored.to({dtype_name(program.compute)})"
         turns = [f"for offset in range(0, left, {path.size}):"] * (path.start != "start")
         positions = [
             f"lane = {'offset + ' * len(turns)}tl.arange(0, {path.size})",
@@ -266,6 +307,7 @@ def _each_block(
 
     rows = ["grads + 0" if a.row is None else f"tensors + {a.row}" for a in program.arrays]
     before = [f"{a.address} = tl.load({row} * count + t)" for a, row in zip(program.arrays, rows, strict=True)]
+    before += [f"words = tl.load(tensors + {program.words} * count + t)"] * marks
     before.append(f"column = coefficients + tl.load(tensors + {COLUMN} * count + t)")
     numbers = ["factor", *(f"k{i}" for i in range(len(written.numbers)))]
     load = f"{{}} = tl.load(column + {{}} * columns).to({dtype_name(program.compute)})"
@@ -279,23 +321,25 @@ def _each_block(
         size=size,
         wide=along(wide, f"left // {lanes} * {lanes}  # left itself, now known to be a multiple"),
         narrow=along(_Path(*part, "NARROW", 1), "left"),
-        **{"sums": "", "after": "", **more},
+        sums=", sums" if sums else "",
+        after=indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in range(sums)], _INDENT * 2),
     )
 
 
 def _means(program: Program, stage: int, written: Written, size: int) -> str:
-    masked = dict(enumerate(f"tl.where(inside, {value}, 0.0)" for value in written.results.values()))
+    values = [*written.results.values()]
+    return _each_block(program, f"sums{stage}", written, str(size), lambda path: _added(path, values), sums=len(values))
 
-    def add(path: _Path) -> Sequence[list[str]]:
-        lanes = f"{path.size.lower()}_sums"
-        return (
-            [f"{lanes}{i} = tl.zeros([{path.size} // ROW], tl.float64)" for i in masked],
-            [f"{lanes}{i} += sums_of_rows({value}, ROW)" for i, value in masked.items()],
-            [f"sum{i} = tl.sum({lanes}{i}, axis=0)" for i in masked],
-        )
 
-    after = indented([f"tl.store(sums + {i} * tl.num_programs(0) + block, sum{i})" for i in masked], _INDENT * 2)
-    return _each_block(program, f"sums{stage}", written, str(size), add, sums=", sums", after=after)
+def _added(path: _Path, values: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
+    """Return the statements that add up ``values``: before the loop, at the end of each iteration, and after the loop."""
+    masked = dict(enumerate(f"tl.where(inside, {value}, 0.0)" for value in values))
+    lanes = f"{path.size.lower()}_sums"
+    return (
+        [f"{lanes}{i} = tl.zeros([{path.size} // ROW], tl.float64)" for i in masked],
+        [f"{lanes}{i} += sums_of_rows({value}, ROW)" for i, value in masked.items()],
+        [f"sum{i} = tl.sum({lanes}{i}, axis=0)" for i in masked],
+    )
 
 
 def _square_sums(grad: torch.dtype) -> str:
@@ -314,8 +358,15 @@ def _square_sums(grad: torch.dtype) -> str:
 
 
 def _update(program: Program) -> str:
-    new = program.new_elements()
-    return _each_block(program, "update", program.update, "BLOCK", lambda path: ([], [path.store(*a) for a in new], []))
+    new, served, values = program.new_elements(), program.served, [*program.sums.values()]
+
+    def results(path: _Path) -> tuple[list[str], list[str], list[str]]:
+        before, added, after = _added(path, values)
+        marks = [] if served is None else [path.mark(*new[0], served)]
+        return before, [*marks, *(path.store(*a) for a in new), *added], after
+
+    marks, sums = served is not None, len(values)
+    return _each_block(program, "update", program.update, "BLOCK", results, marks=marks, sums=sums)
 
 
 _EVALUATION = """

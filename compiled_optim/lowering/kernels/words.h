@@ -71,6 +71,56 @@ struct float16 {
   }
 };
 
+static inline uint32_t bits_of(float x) { return to_bits(x); }
+static inline uint32_t bits_of(bfloat16 x) { return x.bits; }
+static inline uint32_t bits_of(float16 x) { return x.bits; }
+
+// Set the bits of elements that changed: of one for each of `changed`, or of two, whose changes are its lower and upper half.
+static inline __attribute__((always_inline)) void mark(uint32_t* __restrict words, const uint32_t* changed, int64_t count) {
+  for (int64_t from = 0; from < count; from += 32) {
+    uint32_t word = 0;
+    if (count - from >= 32) {
+#pragma omp simd reduction(| : word)
+      for (int64_t i = 0; i < 32; i++) word |= uint32_t(changed[from + i] != 0) << i;
+    } else {
+      for (int64_t i = 0; i < count - from; i++) word |= uint32_t(changed[from + i] != 0) << i;
+    }
+    words[from / 32] |= word;
+  }
+}
+static inline __attribute__((always_inline)) void mark_pairs(uint32_t* __restrict words, const uint32_t* changed, int64_t count) {
+  for (int64_t from = 0; from < count; from += 16) {
+    uint32_t word = 0;
+    if (count - from >= 16) {
+#pragma omp simd reduction(| : word)
+      for (int64_t i = 0; i < 16; i++) {
+        const uint32_t x = changed[from + i];
+        word |= uint32_t((x & 0xffff) != 0) << (2 * i) | uint32_t(x > 0xffff) << (2 * i + 1);
+      }
+    } else {
+      for (int64_t i = 0; i < count - from; i++) {
+        const uint32_t x = changed[from + i];
+        word |= uint32_t((x & 0xffff) != 0) << (2 * i) | uint32_t(x > 0xffff) << (2 * i + 1);
+      }
+    }
+    words[from / 16] |= word;
+  }
+}
+
+// Add `count` numbers to 32 sums, in an order that does not depend on the processor.
+template <class T> static inline __attribute__((always_inline)) void add_in_lanes(T* lanes, const T* numbers, int64_t count) {
+  for (int64_t from = 0; from < count; from += 32)
+    if (count - from >= 32)
+      for (int64_t i = 0; i < 32; i++) lanes[i] += numbers[from + i];
+    else
+      for (int64_t i = 0; i < count - from; i++) lanes[i] += numbers[from + i];
+}
+template <class T> static inline double sum_of(const T* lanes) {
+  double sum = 0;
+  for (int64_t i = 0; i < 32; i++) sum += double(lanes[i]);
+  return sum;
+}
+
 // Protected, so that a kernel calls its own functions, even if the process has loaded others of the same name. The last
 // arguments are the number of programs, which are loops here, and of threads.
 #define OURS extern "C" __attribute__((visibility("protected")))

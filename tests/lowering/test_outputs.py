@@ -1,0 +1,66 @@
+"""The outputs of an update that are no arrays: a bit for each weight whose bits change, and sums over each parameter."""
+
+from __future__ import annotations
+
+import functools
+import json
+from unittest import mock
+
+import pytest
+import torch
+from new_process import printed_by
+from output_cases import OutputCase, compare, output_cases
+
+from compiled_optim.plan import plan as plans
+from compiled_optim.plan.output_memory import OutputMemory
+from compiled_optim.rule.outputs import Outputs
+from perf.lowering.report import Report, Workload, lower
+
+
+@pytest.mark.parametrize("case", [*output_cases()], ids=str)
+def test_outputs_equal_comparisons_before_and_after_steps(case: OutputCase) -> None:
+    compare(case)
+
+
+@pytest.mark.parametrize(
+    ("param", "served"),
+    [(torch.bfloat16, torch.float16), (torch.float16, torch.bfloat16), (torch.float32, torch.float64)],
+)
+def test_weights_are_served_in_dtypes_that_they_convert_to(param: torch.dtype, served: torch.dtype) -> None:
+    with pytest.raises(ValueError, match=f"weights in {param} can be served in one of torch.float32.*got {served}"):
+        Outputs(served).check(param)
+
+
+INTERPRETED = [str(case) for case in output_cases() if case.dtype.itemsize == 2 or case.served != torch.bfloat16]
+
+
+@pytest.mark.parametrize(
+    "names", [INTERPRETED[::12], pytest.param(INTERPRETED, marks=pytest.mark.full)], ids=["some", "all"]
+)
+def test_outputs_of_triton_equal_comparisons(names: list[str]) -> None:
+    pytest.importorskip("triton")
+    assert json.loads(printed_by("interpreted_outputs", *names, TRITON_INTERPRET="1")) == names
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("dtype", "weights"),
+    [(torch.float32, None), *((torch.bfloat16, weights) for weights in (None, "kahan", "split16", "master"))],
+)
+def test_a_word_of_changed_bits_is_loaded_and_stored_once(dtype: torch.dtype, weights: str | None) -> None:
+    """Threads exchange the bits of a word by shuffles: no barrier, and a load and a store of 4 bytes for 32 elements."""
+    pytest.importorskip("triton")
+    workload = Workload("adamw", 10, dtype=dtype, options=(("weights", weights),))
+    plain, marked = (_lowered(workload, Outputs(served)) for served in (None, torch.bfloat16))
+    assert marked.launches == plain.launches
+    assert marked.bytes_per_param == plain.bytes_per_param + 2 * 4 / 32
+    (before,), (after,) = ([k for k in report.kernels if k.name == "update"] for report in (plain, marked))
+    assert after.barriers == before.barriers == 0
+    assert after.resources.spills == 0
+    assert after.resources.registers <= 80  # six programs fit a multiprocessor
+
+
+def _lowered(workload: Workload, choice: Outputs) -> Report:
+    planning = functools.partial(plans.Plan, outputs=OutputMemory(choice))
+    with mock.patch.object(plans, "Plan", planning):
+        return lower("multi_tensor", workload, 90, stand_in=True)
