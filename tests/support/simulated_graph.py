@@ -33,7 +33,7 @@ from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.step import traced
 
 _COEFFICIENTS = ("inputs", "hypers", "coefficients", "all_square_sums", "outcome")
-_TENSORS = ("tensors", "grads", "blocks", "reduce_blocks", "square_sums", "ranges", "sums")
+_TENSORS = ("tensors", "grads", "blocks", "reduce_blocks", "square_sums", "ranges", "sums", "output_ranges", "totals")
 
 
 def _pieces(tree: Any) -> list[Tensor]:
@@ -186,6 +186,9 @@ class RecordedKernel:
     def update(self, table: Any, coefficients: Any) -> None:
         self._run(self._kernel.update, table, coefficients)
 
+    def total(self, table: Any, coefficients: Any) -> None:
+        self._run(self._kernel.total, table, coefficients)
+
     def step(self, table: Any, coefficients: Any) -> None:
         self._run(self._kernel.step, table, coefficients)
 
@@ -206,6 +209,7 @@ def _baked(graph: SimulatedGraph, table: Any) -> SimpleNamespace:
         kept.leads = table.leads
     else:
         kept.elements = table.elements
+        kept.output_sums = [graph.where_it_is(tensor) for tensor in table.output_sums]
     return kept
 
 

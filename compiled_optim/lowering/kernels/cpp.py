@@ -254,10 +254,10 @@ def _tile(arrays: Sequence[Array], body: Sequence[str]) -> list[str]:
 
 def _loop_over_words(body: Sequence[str], outputs: _Outputs) -> list[str]:
     """Return a loop over the elements of each word of ``outputs``."""
-    part = outputs.around(_loop(INDEPENDENT, "from", "from + count", body), 32, "count")
+    part = outputs.around(_loop(INDEPENDENT, "from", "end", body), 32, "count")
     return [
         "const auto update_word = [&](const int64_t from, const auto count) __attribute__((always_inline)) {",
-        *("  const int64_t origin = from;", *(f"  {line}" for line in part), "};"),
+        *("  const int64_t origin = from, end = from + count;", *(f"  {line}" for line in part), "};"),
         "for (int64_t from = 0; from + 32 <= size; from += 32) update_word(from, Known<32>());",
         "if (size % 32) update_word(size / 32 * 32, size % 32);",
     ]

@@ -108,12 +108,15 @@ static inline __attribute__((always_inline)) void mark_pairs(uint32_t* __restric
 }
 
 // Add `count` numbers to 32 sums, in an order that does not depend on the processor.
-template <class T> static inline __attribute__((always_inline)) void add_in_lanes(T* lanes, const T* numbers, int64_t count) {
-  for (int64_t from = 0; from < count; from += 32)
-    if (count - from >= 32)
+template <class T> static inline __attribute__((always_inline)) void add_in_lanes(T* __restrict lanes, const T* numbers, int64_t count) {
+  for (int64_t from = 0; from < count; from += 32) {
+    if (count - from >= 32) {
+#pragma omp simd
       for (int64_t i = 0; i < 32; i++) lanes[i] += numbers[from + i];
-    else
+    } else {
       for (int64_t i = 0; i < count - from; i++) lanes[i] += numbers[from + i];
+    }
+  }
 }
 template <class T> static inline double sum_of(const T* lanes) {
   double sum = 0;
