@@ -64,7 +64,9 @@ class MultiTensorLowering(Lowering):
         else:
             self._load_stand_ins()
             self.coefficients.step(self.tables)
-            self._finish()
+            if self.plan.outputs.choice.sums:
+                self._total()
+            self._store_stand_ins()
 
     def _reduce(self, stage: int) -> None:
         self._load_stand_ins()
@@ -77,14 +79,14 @@ class MultiTensorLowering(Lowering):
         with self.coefficients.on_device:
             for table in self.tables:
                 table.kernel.update(table, self.coefficients.table)
-        self._finish()
-
-    def _finish(self) -> None:
         if self.plan.outputs.choice.sums:
-            with self.coefficients.on_device:
-                for table in self.tables:
-                    table.kernel.total(table, self.coefficients.table)
+            self._total()
         self._store_stand_ins()
+
+    def _total(self) -> None:
+        with self.coefficients.on_device:
+            for table in self.tables:
+                table.kernel.total(table, self.coefficients.table)
 
     def _load_stand_ins(self) -> None:
         """Load before each launch: a parameter of another plan may share the memory, and may just have been updated."""

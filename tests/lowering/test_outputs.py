@@ -14,7 +14,6 @@ from output_cases import OutputCase, compare, output_cases
 from compiled_optim.plan import plan as plans
 from compiled_optim.plan.output_memory import OutputMemory
 from compiled_optim.rule.outputs import Outputs
-from perf.lowering.report import Report, Workload, lower
 
 
 @pytest.mark.parametrize("case", [*output_cases()], ids=str)
@@ -50,17 +49,17 @@ def test_outputs_of_triton_equal_comparisons(names: list[str]) -> None:
 def test_a_word_of_changed_bits_is_loaded_and_stored_once(dtype: torch.dtype, weights: str | None) -> None:
     """Threads exchange the bits of a word by shuffles: no barrier, and a load and a store of 4 bytes for 32 elements."""
     pytest.importorskip("triton")
-    workload = Workload("adamw", 10, dtype=dtype, options=(("weights", weights),))
-    plain, marked = (_lowered(workload, Outputs(served)) for served in (None, torch.bfloat16))
+    from perf.lowering.report import Workload, lower
+
+    workload, reports = Workload("adamw", 10, dtype=dtype, options=(("weights", weights),)), []
+    for served in (None, torch.bfloat16):
+        planning = functools.partial(plans.Plan, outputs=OutputMemory(Outputs(served)))
+        with mock.patch.object(plans, "Plan", planning):
+            reports.append(lower("multi_tensor", workload, 90, stand_in=True))
+    plain, marked = reports
     assert marked.launches == plain.launches
     assert marked.bytes_per_param == plain.bytes_per_param + 2 * 4 / 32
     (before,), (after,) = ([k for k in report.kernels if k.name == "update"] for report in (plain, marked))
     assert after.barriers == before.barriers == 0
     assert after.resources.spills == 0
     assert after.resources.registers <= 80  # six programs fit a multiprocessor
-
-
-def _lowered(workload: Workload, choice: Outputs) -> Report:
-    planning = functools.partial(plans.Plan, outputs=OutputMemory(choice))
-    with mock.patch.object(plans, "Plan", planning):
-        return lower("multi_tensor", workload, 90, stand_in=True)

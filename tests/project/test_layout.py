@@ -121,7 +121,7 @@ BUDGET = {
     "cli": 1189,
     "groups": 1357,
     "interop": 2199,
-    "lowering": 5454,
+    "lowering": 5455,
     "memory": 1314,
     "optimizers": 1924,
     "plan": 951,
