@@ -184,6 +184,7 @@ class RowTableLowering(Lowering):
         self._captured: list[object] = []  # read by every replay
 
     def compile(self) -> None:
+        assert not self.plan.outputs.choice, "words are of parameters, not of rows"
         keys = [kernel_key(self.plan, m, compute_dtype(m.param.dtype), MULTI_TENSOR) for m in self.plan.members]
         self._kernels = [self.coefficients.obtain(key, [i]) for i, key in enumerate(keys)]
         self._batch_of = _cached_batches(self.plan, self._kernels)

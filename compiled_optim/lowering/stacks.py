@@ -61,6 +61,7 @@ class StackLowering(Lowering):
         compiled: bool = True,
     ) -> None:
         super().__init__(plan, coefficients, log)
+        assert not plan.outputs.choice, "updates of stacks have no outputs"
         self.name = "stacked" if compiled else "eager"
         self._of_table = coefficients if isinstance(coefficients, TableCoefficients) else None
         positions: dict[tuple[KernelKey, torch.Size, bool], list[int]] = {}

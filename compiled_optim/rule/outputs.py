@@ -37,13 +37,9 @@ class Outputs:
 
     def check(self, param: torch.dtype) -> None:
         """Raise ``ValueError`` for a dtype in which weights of the dtype ``param`` cannot be served."""
-        kinds = (
-            torch.float32,
-            param if param.itemsize == 2 else torch.bfloat16,
-            param if param.itemsize == 2 else torch.float16,
-        )
+        kinds = torch.float32, *((param,) if param.itemsize == 2 else (torch.bfloat16, torch.float16))
         if self.served is not None and self.served not in kinds:
-            names = ", ".join(map(str, dict.fromkeys(kinds)))
+            names = ", ".join(map(str, kinds))
             raise ValueError(f"weights in {param} can be served in one of {names}, got {self.served}")
 
 

@@ -37,7 +37,7 @@ RULE = "rule"
 WHY = "why"
 """The group entry with the reasons, by parameter name, why a parameter is in the group. It is not saved."""
 
-EXACT = "exact"
+EXACT = "param before rounding"  # no identifier, so that no buffer has this name
 """The result of an update that stores a parameter in few bits: its value before the step, and after it before rounding."""
 
 INDEX = "index"  # an argument that ``update`` may take: the index of the element in the parameter's memory

@@ -166,9 +166,7 @@ def _each_block(
             loop = _loop_over_pairs(elements, written, stores, body, outputs)
         else:
             loop = _loop_over_words(body, outputs) if outputs else _loop(pragma, "0", "size", body)
-    before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);"]
-    if outputs:
-        before += outputs.before
+    before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);", *(outputs.before if outputs else [])]
     sums = [*totals, *(f"sum_of({name}_lanes)" for name in outputs.sums)] if outputs else totals
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
     return _EACH_BLOCK.format(

@@ -482,7 +482,7 @@ class Kernel(abc.ABC):
             counts = len(table.blocks), table.totals.shape[1], 0
             return (len(table.output_ranges), len(table.totals)), 0, tensors, counts
 
-        self._launch("average", table, arguments, len(self._stages))
+        self._launch("average", table, arguments, -1)  # of no stage of the rule
 
     def step(self, table: TensorTable, coefficients: CoefficientTable) -> None:
         """Evaluate, then update; in one call where that is faster."""
