@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.read import described, plain
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
-from compiled_optim.groups.live import Live
+from compiled_optim.groups.numbers import send
 from compiled_optim.groups.param_group import ParamGroup, built_in_entries, group_entries
 from compiled_optim.groups.parameters import as_groups
 from compiled_optim.lowering.select import LoweringName
@@ -645,7 +645,7 @@ class ViewedOptimizer(CompiledOptimizer):
                     "a CUDA graph is being captured, which holds steps alone; call eval() and train() outside"
                 )
             engine.accumulated.check_ended("evaluated")
-            Live.send(engine.changes)
+            send(engine.changes)
             if changed := [i for i, group in enumerate(groups) if group.get(TRAIN_MODE, train) is not train]:
                 step.view(self._view_rules["train" if train else "eval"], changed)
             for index in changed:

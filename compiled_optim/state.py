@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import Changes, WatchedDict
+from compiled_optim.groups.changes import Changes, WatchedDict
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.per_parameter import choices_of
 from compiled_optim.memory.layout import (

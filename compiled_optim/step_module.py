@@ -99,14 +99,14 @@ class StepModule(nn.Module):
         return inlined
 
     def _live(self, inlined: InlinedStep) -> list[list[tuple[str, Tensor]]]:
-        """Return the tensors of a step with their names: state and constants, then clipping, and each hyperparameter."""
+        """Return the tensors of a step with their names: state and constants, then clipping, and each group's numbers."""
         step = self._engine.step
         assert step is not None
         names = numbered([name.replace(".", "-") for name in inlined.names])
         rows = [list(zip(names, inlined.tensors, strict=True))]
         rows.append([(f"clipping/{n}", t) for n, t in zip(NAMES, inlined.clipping, strict=True)] if inlined.clips else [])
-        for group, hyper in inlined.hypers:
-            rows.append([(f"{hyper}/{group}/{i}", vector) for i, vector in enumerate(step.vectors[group][hyper])])
+        for group in inlined.groups:
+            rows.append([(f"numbers/{group}/{i}", vector) for i, vector in enumerate(step.numbers[group])])
         return rows
 
     def _described(self, inlined: InlinedStep) -> dict[str, str]:
@@ -121,8 +121,8 @@ def as_module(optimizer: CompiledOptimizer) -> StepModule:
     """Return the step as a module, for training steps that torch compiles to a file; see ``tools/recipes/kept_step.py``.
 
     Its buffers are the optimizer's live tensors: state, step counts, hyperparameters and constants. They are named by
-    parameter or group, such as ``exp_avg/0-weight`` and ``lr/0/0``. ``forward(params, grads)`` is the step, for code that
-    compilers make; both are lists in the order of the module's ``names``.
+    parameter or group, such as ``exp_avg/0-weight`` and ``numbers/0/0``. ``forward(params, grads)`` is the step, for code
+    that compilers make; both are lists in the order of the module's ``names``.
 
     Raises:
         TypeError: ``optimizer`` is not one of this package.

@@ -200,13 +200,11 @@ class RecordedStep:
         for engine, hypers, steps in zip(self._engines, self._hypers, self._steps, strict=True):
             if not steps:
                 raise RuntimeError(f"the function did not step {engine.kind.__name__}, which is one of the optimizers")
-            for name, (tensor, version) in _hypers_of(engine).items():
-                before = hypers.get(name)
-                if before is None or tensor is not before[0] or version != before[1]:
-                    raise RuntimeError(
-                        f"the function writes {name}, which every replay would repeat; call schedulers and set "
-                        "hyperparameters outside of it"
-                    )
+            if written := [name for name, held in _hypers_of(engine, exposed=True).items() if held != hypers.get(name)]:
+                raise RuntimeError(
+                    f"the function writes {' or '.join(written)}, which every replay would repeat; call schedulers and set "
+                    "hyperparameters outside of it"
+                )
         if None in self._keys:
             raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
         if change := self._guards.change():
@@ -291,13 +289,16 @@ def followed(engine: Engine, scaler: tuple[Any, ...] | None = None) -> tuple[obj
     return graph.follow((max_grad_norm, *(scaler or engine.clipping.arguments[1:3]), skip_nonfinite))
 
 
-def _hypers_of(engine: Engine) -> dict[str, tuple[Tensor, int]]:
-    """Return the live hyperparameter tensors by name, with versions, without those that follow a schedule in the step."""
+def _hypers_of(engine: Engine, *, exposed: bool = False) -> dict[str, tuple[int, int]]:
+    """Return the ids and versions of hyperparameters' tensors, by name; perhaps only of those that are ``exposed``.
+
+    Those that follow a schedule in the step are left out. Elements of one vector have one version.
+    """
     return {
-        f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (tensor, tensor._version)
+        f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (id(tensor), tensor._version)
         for i, group in enumerate(engine.groups)
         for hyper in group.kind._fields_of(Hyper)
-        if (i, hyper.name) not in engine.schedules.functions
+        if (i, hyper.name) not in engine.schedules.functions and (group.is_exposed(hyper.name) or not exposed)
         for tensors in (group.read_only(hyper.name),)
         for k, tensor in enumerate(tensors)
     }

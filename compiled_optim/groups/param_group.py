@@ -1,26 +1,25 @@
 """The parameter group: a dict whose hyperparameters are stored on the device; how to read and assign them.
 
-A step reads the tensors of :class:`~compiled_optim.groups.live.Live`, whose addresses do not change. Users read what they
-assigned: a Python number, or a tensor. An assignment fills the live tensors.
+A step reads the vector of :class:`~compiled_optim.groups.numbers.GroupNumbers`, whose address does not change. Users read
+what they assigned: a Python number, or a tensor. An assignment writes into the vector.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
-import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from inspect import Parameter
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_dynamo_compiling
 
-from compiled_optim.groups.live import Changes, Live, Numbers, WatchedDict, WatchedList, address, as_fake_as, warn_of_driven
+from compiled_optim.groups.changes import Changes, WatchedDict, WatchedList
+from compiled_optim.groups.numbers import GroupNumbers, as_fake_as, warn_of_driven, without_wait
 from compiled_optim.groups.per_parameter import check_choices, kept
-from compiled_optim.memory.layout import is_lost, scalar, scalar_dtype
+from compiled_optim.memory.layout import is_lost
 from compiled_optim.memory.torch_internals import (
     compiler_at_work,
     fakes_are_made,
@@ -33,13 +32,16 @@ from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import BUILT_IN, IGNORED, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
+_STALE = object()  # no value of an entry
+ROUNDING = 1e-12  # the distance that a scheduler's rounding may put a number out of range
+
 
 class ParamGroup(WatchedDict[str, Any]):
     """One entry of ``optimizer.param_groups``.
 
     A number that a schedule in the step drives is read as a 0-dim copy. A tensor that is assigned over a number is copied
-    into the live tensor, which users read from then on. A floating tensor on ``device`` among ``values`` is adopted: all
-    groups that got it see later in-place writes by its owner, until a group is assigned another value. A write with
+    into the live tensor, which users read from then on. A floating tensor on ``device`` among ``values`` stays the user's:
+    all groups that got it see later in-place writes by its owner, until a group is assigned another value. A write with
     ``dict.__setitem__(group, key, value)`` bypasses this class, and is noticed when the key is read.
 
     A write to a *structural* key is reported, since it changes which parameters are updated or with which code. Some
@@ -54,7 +56,6 @@ class ParamGroup(WatchedDict[str, Any]):
         label: the group's name in error messages.
         check: raises if a write to a structural or a new key is invalid. It takes all entries after the write, and before.
         changes: takes the reports of writes to structural keys.
-        others: the optimizer's other groups, with which this one may share adopted tensors.
     """
 
     @outside_inference_mode()
@@ -66,14 +67,10 @@ class ParamGroup(WatchedDict[str, Any]):
         label: str,
         check: Callable[[Mapping[str, Any], Mapping[str, Any]], None],
         changes: Changes,
-        others: Iterable[ParamGroup],
     ) -> None:
         super().__init__(changes=changes)
         self.label, self.kind, declaration = label, kind, kind._declaration
-        # Tensors by hyperparameter, to be read only: 0-dim ones or tuples of them, and tuples of vectors of one element,
-        # since torch 2.13 traces a float64 of the CPU as a Python number.
-        self.for_compiled_code: tuple[dict[str, Any], dict[str, tuple[Tensor, ...]]] = {}, {}
-        self.followers: weakref.WeakSet[Any] = weakref.WeakSet()  # they know the tensors' addresses; see _put
+        self.for_compiled_code: dict[str, Any] = {}  # tensors by hyperparameter, 0-dim or tuples of them, to be read only
         # By key, the error of a number that was written, and whether it is a rate for which steps use 0.
         self.out_of_range: dict[str, tuple[str, bool]] = {}
         self._loaded: set[str] = set()  # the keys that a checkpoint wrote last
@@ -81,21 +78,39 @@ class ParamGroup(WatchedDict[str, Any]):
         self._hypers = {h.name: h for h in declaration.hypers}
         self._declaration, self._device = declaration, device
         self._scales = {s.name for s in declaration.scales}
-        self._numbers: dict[str, Numbers] = {}
-        shared = (n for g in others for numbers in g._numbers.values() for n in numbers if n.is_adopted)
-        adopted = functools.cache(lambda: {address(n.tensor): n for n in shared})
+        self._entries: dict[str, Any] = {}  # by hyperparameter: the value that the dict has for the present numbers
+        self._stale: dict[str, Any] = {}  # the same for those that other code may write, which are _STALE in _entries
+        self._quick: dict[str, Callable[[Any], bool]] = {}  # writes floats in range, where that changes nothing else
+        self._indices: dict[str, range] = {}  # of each hyperparameter's numbers
         devices = {device} | ({torch.device("meta")} if {p.is_meta for p in values["params"]} == {True} else set())
+        elements, entries, copied = dict[str, Sequence[float | Tensor]](), set[str](), list[tuple[str, str]]()
         for key, value in values.items():
             hyper = self._hypers.get(key)
             if hyper is None or (value is not None and is_stored_as_is(hyper, value, values)):
                 self.set_quietly(key, value)
             elif value is not None or not hyper.like:
-                self._put(key, [self._adopt(e, devices, adopted) for e in hyper.elements(value, label)], new=True)
+                elements[key] = hyper.elements(value, label)
+                entries.add(key)
+                dict.__setitem__(self, key, value)  # in the order of ``values``
+        numbers: list[float | Tensor] = []
         for key, hyper in self._hypers.items():
-            if key not in self._numbers:
-                initial = [self._numbers[hyper.like][0].value()] if hyper.like else hyper.elements(hyper.default, label)
-                is_entry = bool(hyper.like) and (hyper.when is None or bool(values.get(hyper.when)))
-                self._put(key, list(map(self._fresh, initial)), new=is_entry)
+            if key not in elements:
+                elements[key] = (0.0,) if hyper.like else hyper.elements(hyper.default, label)
+                entries |= {key} if hyper.like and (hyper.when is None or values.get(hyper.when)) else set()
+                copied += [(key, hyper.like)] if hyper.like else []
+            self._indices[key] = range(len(numbers), len(numbers) + hyper.length)
+            numbers += elements[key]
+        self._structural = {i for key in declaration.structural_hypers for i in self._indices[key]}
+        self._store(numbers, devices)
+        for key, other in copied:
+            self.numbers.write(self._indices[key][0], self.numbers.value(self._indices[other][0]))
+        for key in self._hypers:
+            self._publish(key, new=key in entries)
+
+    def _store(self, numbers: Sequence[float | Tensor], devices: Collection[torch.device] = ()) -> None:
+        """Store ``numbers`` on the group's device. Steps read those that are tensors on ``devices`` from these."""
+        self.numbers = GroupNumbers(numbers, self._structural, self._device, devices, self._changes)
+        self._writers = {key: self.numbers.quick_write(self._indices[key], hyper) for key, hyper in self._hypers.items()}
 
     def set_quietly(self, key: str, value: Any) -> None:
         """Write without reporting; ``params`` becomes a list that reports, a dict of numbers a read-only copy."""
@@ -105,13 +120,12 @@ class ParamGroup(WatchedDict[str, Any]):
             self._changes.refuse()
         elif key in self._hypers and (chosen := self._hypers[key].choice(value)) is not None:
             value = chosen  # immutable
-            if key in self._numbers:
-                self._numbers[key].are_quick = False
+            self._quick.pop(key, None)
         dict.__setitem__(self, key, kept(value) if key in self._scales else value)
 
     def __getitem__(self, key: str) -> Any:
-        value, numbers = dict.__getitem__(self, key), self._numbers.get(key)
-        return value if numbers is None or (value is numbers.entry and not numbers.are_open) else self._read(key)
+        value = dict.__getitem__(self, key)
+        return value if self._entries.get(key, value) is value else self._read(key)
 
     # Reads that bypass __getitem__ would be stale; dict(group) bypasses it unless the class has an __iter__.
     get, items, values, __eq__ = Mapping.get, Mapping.items, Mapping.values, Mapping.__eq__  # type: ignore[assignment]
@@ -130,21 +144,26 @@ class ParamGroup(WatchedDict[str, Any]):
     def _read(self, key: str) -> Any:
         if not self._is_entry(key):
             return dict.__getitem__(self, key)
-        value = self._hypers[key].plain([n.read(self._element(key, i)) for i, n in enumerate(self._held(key))])
+        numbers = enumerate(self.indices(key))
+        value = self._hypers[key].plain([self.numbers.read(i, self._element(key, index)) for index, i in numbers])
         self._show(key)
         return value
 
-    def _held(self, key: str) -> Numbers:
-        """Return the numbers of a hyperparameter, after a ``dict.__setitem__``, which bypasses this class, is taken over."""
-        if dict.get(self, key) is not self._numbers[key].entry and self._is_entry(key):
+    def indices(self, key: str) -> range:
+        """Return the indices of a hyperparameter's :attr:`numbers`.
+
+        A ``dict.__setitem__``, which bypasses this class, is taken over before.
+        """
+        known = self._stale[key] if key in self._stale else self._entries.get(key)
+        if dict.get(self, key) is not known and self._is_entry(key):
             self.update({key: dict.__getitem__(self, key)})
-        return self._numbers[key]
+        return self._indices[key]
 
     def tensors(self, key: str) -> tuple[Tensor, ...]:
         """Return a hyperparameter's tensors, one for each of its numbers. The caller may write to them."""
         self.refuse_fixed(key)
-        for number in self._held(key):
-            number.escape()
+        for i in self.indices(key):
+            self.numbers.expose(i)
         self._show(key)
         return self.read_only(key)
 
@@ -156,28 +175,49 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def read_only(self, key: str) -> tuple[Tensor, ...]:
         """Return :meth:`tensors` for a caller that reports its writes or makes none."""
-        return tuple([number.tensor for number in self._held(key)])
+        return tuple([self.numbers.tensors[i] for i in self.indices(key)])
+
+    def _publish(self, key: str, *, new: bool = False) -> None:
+        """Let compiled code and users find the tensors of a hyperparameter."""
+        tensors = tuple([self.numbers.tensors[i] for i in self._indices[key]])
+        self.for_compiled_code[key] = tensors if self._hypers[key].is_tuple else tensors[0]
+        self._show(key, new=new)
 
     def _show(self, key: str, *, new: bool = False) -> None:
         """Put a hyperparameter's current numbers into the dict, if it has the entry or gets it as a ``new`` one."""
-        numbers = self._numbers[key]
-        is_private = [n.written is not None and not n.has_escaped for n in numbers]
-        numbers.are_open = not all(is_private)
-        is_entry = new or self._is_entry(key)
-        numbers.are_quick = not numbers.are_open and key not in self._declaration.structural_hypers
-        numbers.are_quick &= is_entry or not self._hypers[key].fixed
+        numbers, hyper, indices = self.numbers, self._hypers[key], self._indices[key]
+        certain = [numbers.certain(i) if numbers.is_private(i) else None for i in indices]
+        is_open, is_entry = None in certain, new or self._is_entry(key)
+        self._quick.pop(key, None)
         self.out_of_range.pop(key, None)
+        problem, is_replaced = "", False
         if is_entry:
-            values = [n.written_last if private else n.tensor for n, private in zip(numbers, is_private, strict=True)]
-            numbers.entry = self._hypers[key].plain(cast(Any, values))
-            dict.__setitem__(self, key, numbers.entry)
-            if problem := numbers.problem(self.label):
-                is_replaced = key == "lr" and key not in self._loaded and numbers[0].replace_negative()
-                self.out_of_range[key], numbers.are_quick = (problem, is_replaced), False
+            tensors = [numbers.tensors[i] if number is None else number for i, number in zip(indices, certain, strict=True)]
+            entry = hyper.plain(tensors)
+            self._entries[key] = _STALE if is_open else entry
+            self._stale.pop(key, None)
+            self._stale |= {key: entry} if is_open else {}
+            dict.__setitem__(self, key, entry)
+            if problem := self._problem(hyper):
+                is_replaced = key == "lr" and key not in self._loaded and numbers.replace_negative(indices[0])
+                self.out_of_range[key] = problem, is_replaced
                 if is_replaced and self._changes.is_guarded:  # compiled code does not check
                     self._changes.warn_of_rate(problem)
                 else:
                     self._changes.refuse()
+        if not (is_open or problem or hyper.name in self._declaration.structural_hypers or (hyper.fixed and not is_entry)):
+            self._quick[key] = self._writers[key]
+
+    def _problem(self, hyper: Hyper) -> str:
+        """Return the error of a hyperparameter's first number out of range, or ""."""
+        least, most = hyper.span
+        for index, i in enumerate(self._indices[hyper.name]):
+            if (value := self.numbers.written[i]) is not None and not least <= value <= most:
+                try:
+                    hyper.check(value, index, self.label, ROUNDING)
+                except ValueError as error:
+                    return str(error)
+        return ""
 
     def _is_entry(self, key: str) -> bool:
         return key in self and not is_stored_as_is(self._hypers[key], dict.__getitem__(self, key), self)
@@ -187,35 +227,37 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def unshown(self) -> dict[str, Any]:
         """Return hyperparameters that the dict omits, since their option is off; :meth:`take_over` copies them."""
-        return {key: numbers[0].value() for key, numbers in self._numbers.items() if not self._is_shown(key)}
+        hidden = [key for key in self._hypers if not self._is_shown(key)]
+        return {key: self.numbers.value(self._indices[key][0]) for key in hidden}
 
     def take_over(self, unshown: Mapping[str, float | Tensor]) -> None:
         """Write the :meth:`unshown` hyperparameters of the group that this one is a copy of."""
         for key, value in unshown.items():
-            self._numbers[key][0].write(value)
+            self.numbers.write(self._indices[key][0], value)
             self._show(key)
 
     def nonzero(self, key: str) -> bool:
-        """Return :attr:`Live.nonzero` of a hyperparameter of one number."""
-        return self._held(key)[0].nonzero
+        """Return :meth:`GroupNumbers.nonzero` of a hyperparameter of one number."""
+        return self.numbers.nonzero(self.indices(key)[0])
 
-    def has_escaped(self, key: str) -> bool:
+    def is_exposed(self, key: str) -> bool:
         """Return whether other code has a tensor of a hyperparameter, and may write to it or move it unreported."""
-        return any(number.has_escaped for number in self._held(key))
+        return not all(map(self.numbers.is_private, self.indices(key)))
 
     def drive(self, key: str, *, begin: bool) -> None:
         """Note that the device begins or ceases to write a hyperparameter by itself. It writes to no user's tensor."""
-        for index, number in enumerate(self._held(key)):
-            if begin and number.is_adopted:
-                self._replace(key, index, number.tensor)
-            self._numbers[key][index].drive(begin)
-        self._show(key)
+        for i in self.indices(key):
+            self.numbers.drive(i, begin=begin)
+        self._publish(key)
 
     def driven(self, key: str) -> tuple[Tensor, ...]:
-        """Return :meth:`read_only` for the device to write; warn if a user wrote to the copy that was read."""
-        for index, number in enumerate(self._numbers[key]):
-            number.warn_of_lost_write(self._element(key, index))
-        return self.read_only(key)
+        """Return :meth:`read_only` for the device to write; warn if a user wrote to the copy that was read.
+
+        These writes do not change the version of the vector, which tells whether other code wrote.
+        """
+        for index, i in enumerate(self._indices[key]):
+            self.numbers.warn_of_lost_write(i, self._element(key, index))
+        return tuple([tensor.data for tensor in self.read_only(key)])
 
     def _element(self, key: str, index: int) -> str:
         return f"{self._hypers[key].element(index)} of {self.label}"
@@ -226,19 +268,22 @@ class ParamGroup(WatchedDict[str, Any]):
         if device == self._device:
             return
         self._device = device
+        before = self.numbers
+        certain = [before.certain(i) for key in self._hypers for i in self.indices(key)]
+        pairs = zip(before.tensors, certain, strict=True)
+        self._store([tensor if number is None else number for tensor, number in pairs])
+        self.numbers.take_over(before)
         for key in self._hypers:
-            pairs = [(n, self._fresh(n.tensor if n.written is None else n.written)) for n in self._held(key)]
-            for before, number in pairs:
-                number.read_as(before.is_tensor and before.tensor)
-            self._put(key, [number for _, number in pairs])
+            self._publish(key)
 
-    def floats(self, read: Callable[[Live], float | Tensor] = Live.as_float) -> dict[str, Any]:
-        """Return the hyperparameters as floats or tuples. ``read=Live.value`` avoids waiting for the device."""
+    def floats(self, *, wait: bool = True) -> dict[str, Any]:
+        """Return the hyperparameters as floats or tuples; without ``wait``, as tensors where only the device knows them."""
+        read = self.numbers.as_float if wait else self.numbers.value
         shown = filter(self._is_shown, self._hypers)
-        return {key: self._hypers[key].plain([read(number) for number in self._held(key)]) for key in shown}
+        return {key: self._hypers[key].plain([read(i) for i in self.indices(key)]) for key in shown}
 
     def load(self, key: str, value: Any) -> None:
-        """Write a value of a checkpoint; into an adopted tensor if that can represent it and is not shared."""
+        """Write a value of a checkpoint; into a tensor that a user passed if that can hold it and is not shared."""
         hyper = self._hypers.get(key)
         value = value if type(value) in BUILT_IN else built_in_entries(self.kind, {key: value})[key]
         taken = None if hyper is None or is_stored_as_is(hyper, value, self) else self._taken(key, value)
@@ -250,12 +295,14 @@ class ParamGroup(WatchedDict[str, Any]):
             self._assign(key, taken, is_loaded=True)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        numbers = self._numbers.get(key)
-        if numbers is None or is_dynamo_compiling() or compiler_at_work() is not None or not numbers.write_quickly(value):
+        quick = self._quick.get(key)
+        if quick is None or is_dynamo_compiling() or compiler_at_work() is not None:
             self.update({key: value})
-        else:
+        elif quick(value):
+            self._entries[key] = value
             dict.__setitem__(self, key, value)
-            numbers.entry = value
+        else:
+            self.update({key: value})
 
     @outside_dynamo
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -283,7 +330,7 @@ class ParamGroup(WatchedDict[str, Any]):
         """Return the keys of ``values`` that are numbers. Raise an error where choices or new entries are invalid."""
         numeric = [key for key in values if key in self._hypers and self._hypers[key].choice(values[key]) is None]
         others = values.keys() - numeric
-        if driven := [key for key in others & self._hypers.keys() if any(n.is_driven for n in self._numbers[key])]:
+        if driven := [key for key in others & self._hypers.keys() if not self.numbers.driven.isdisjoint(self._indices[key])]:
             raise ValueError(f"opt.schedule sets {driven[0]} of {self.label}: end that with opt.schedule({driven[0]}=None)")
         if self._declaration.structural_entries & others or others - self.keys():
             self._check({**self, **values}, self)
@@ -295,7 +342,7 @@ class ParamGroup(WatchedDict[str, Any]):
         for index, e in enumerate(elements):
             if isinstance(e, Tensor) and (e.is_meta or is_fake(e) or is_lost(e)) and not fakes_are_made():
                 raise ValueError(f"{self._element(key, index)} must be a number, got a tensor without memory")
-        return [(e, _without_wait(e)) for e in elements]
+        return [(e, without_wait(e)) for e in elements]
 
     def refuse_capture(self, keys: Iterable[str]) -> None:
         """Raise ``RuntimeError`` if a CUDA graph is being captured, and one of ``keys`` has numbers."""
@@ -306,64 +353,24 @@ class ParamGroup(WatchedDict[str, Any]):
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         self.refuse_capture([key])
         (self._loaded.add if is_loaded else self._loaded.discard)(key)
-        for index, (number, (element, value)) in enumerate(zip(self._numbers[key], taken, strict=True)):
-            if element is not number.tensor:
-                if number.is_driven and not is_loaded:
+        numbers = self.numbers
+        for index, (i, (element, value)) in enumerate(zip(self._indices[key], taken, strict=True)):
+            tensor = numbers.tensors[i]
+            if element is not tensor:
+                if i in numbers.driven and not is_loaded:
                     warn_of_driven(self._element(key, index))
-                is_replaced = number.is_adopted or (isinstance(value, Tensor) and value.requires_grad)
-                if is_loaded and number.is_adopted and not isinstance(value, Tensor):
-                    every = [n for group in number.groups.values() for numbers in group._numbers.values() for n in numbers]
-                    stored = torch.tensor(value, dtype=number.tensor.dtype, device="cpu").item()
-                    is_shared = sum(n is number for n in every) > 1  # in one group or in several
-                    is_replaced = is_shared or not (stored == value or math.isnan(value))
-                self._replace(key, index, value) if is_replaced else number.write(value)
-            self._numbers[key][index].read_as(element)
+                leaves = i in numbers.passed or (isinstance(value, Tensor) and value.requires_grad)
+                if is_loaded and i in numbers.passed and not isinstance(value, Tensor):
+                    stored = torch.tensor(value, dtype=tensor.dtype, device="cpu").item()
+                    leaves = numbers.is_shared(i) or not (stored == value or math.isnan(value))
+                if leaves:
+                    with outside_inference_mode(), as_fake_as(tensor):
+                        numbers.put(i, value)
+                    self._publish(key)
+                else:
+                    numbers.write(i, value)
+            numbers.show_as(i, element)
         self._show(key, new=True)
-
-    @outside_inference_mode()
-    def _replace(self, key: str, index: int, value: float | Tensor) -> None:
-        """Replace a hyperparameter's tensor at ``index`` by a new private one."""
-        numbers = list(self._numbers[key])
-        with as_fake_as(numbers[index].tensor):
-            numbers[index] = self._fresh(value)
-            self._put(key, numbers)
-
-    def _put(self, key: str, numbers: Iterable[Live], *, new: bool = False) -> None:
-        """Replace a hyperparameter's numbers. It is an entry if it was one or becomes a ``new`` one."""
-        for follower in self.followers:
-            follower.is_behind = True  # until it followed, in case of an interrupt
-        current = self._numbers[key] = Numbers(numbers, self._hypers[key])
-        for number in current:
-            number.shapes |= key in self._declaration.structural_hypers
-            number.groups[id(self)] = self
-        tensors = tuple([number.tensor for number in current])
-        self.for_compiled_code[0][key] = tensors if self._hypers[key].is_tuple else tensors[0]
-        self.for_compiled_code[1][key] = tuple([tensor.detach().view(1) for tensor in tensors])
-        self._show(key, new=new)
-        for follower in self.followers:
-            follower.follow()
-
-    def _adopt(
-        self, element: float | Tensor, devices: Collection[torch.device], adopted: Callable[[], dict[int, Live]]
-    ) -> Live:
-        """Return a number in the tensor ``element``, new or ``adopted`` before; in a new tensor if it cannot be adopted."""
-        if not (isinstance(element, Tensor) and element.is_floating_point() and element.device in devices):
-            number = self._fresh(element)
-            number.read_as(element)
-            return number
-        known = adopted().get(address(element))
-        if known is None or known.tensor.dtype != element.dtype:
-            known = Live(element if element.dim() == 0 else element.reshape(()), self._changes, is_adopted=True)
-            adopted()[address(element)] = known
-        return known
-
-    def _fresh(self, element: float | Tensor) -> Live:
-        value = _without_wait(element)
-        if not isinstance(value, Tensor):
-            return Live(scalar(value, self._device), self._changes, value)
-        recorded = value.requires_grad  # a differentiable step reaches back through it
-        private = value.reshape(()).to(self._device, scalar_dtype(self._device), copy=not recorded)
-        return Live(private, self._changes, is_adopted=recorded)
 
     def __delitem__(self, key: str) -> None:
         """Delete as ``dict.__delitem__``. Raise ``ValueError`` where steps would go on reading the entry."""
@@ -372,13 +379,6 @@ class ParamGroup(WatchedDict[str, Any]):
         if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
             raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
         super().__delitem__(key)
-
-
-def _without_wait(element: float | Tensor) -> float | Tensor:
-    """Return the current value of ``element``: the number of a tensor on the host, a copy of a tensor on a device."""
-    if not isinstance(element, Tensor) or element.requires_grad or is_fake(element):
-        return element
-    return element.item() if element.device.type == "cpu" else element.clone()
 
 
 def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:

@@ -16,6 +16,7 @@ from operator import is_
 import torch
 from torch import Tensor
 
+from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.lowering import list_program
 from compiled_optim.lowering.coefficients import TorchCoefficients, evaluated, note_outcome
 from compiled_optim.lowering.list_program import Lists, in_lists, programs
@@ -61,7 +62,7 @@ class InlinedStep:
     Attributes:
         tensors: those that it reads and writes besides parameters, gradients, hyperparameters and clipping.
         names: the names of ``tensors``: ``exp_avg/0.weight``, or ``scalars/0`` with the index of a plan, and so on.
-        hypers: the hyperparameters that it reads or writes: the indices of their groups, and their names.
+        groups: the indices of the groups whose numbers it reads or writes.
         clipping: the numbers called :data:`~compiled_optim.plan.clipping.NAMES`, as vectors of one element; those of a
             gradient scaler are neutral, since it passes other tensors to each step that it calls.
         clips: True if users assigned one of them, so that steps without a scaler use them too.
@@ -70,6 +71,7 @@ class InlinedStep:
     def __init__(
         self,
         coefficients: Sequence[TorchCoefficients],
+        groups: Sequence[ParamGroup],
         positions: Sequence[Sequence[int]],
         clipping: Clipping,
         schedules: Schedules,
@@ -80,7 +82,10 @@ class InlinedStep:
         self.clips = clipping.measures_norm
         self._chosen = clipping.chosen
         self._hypers = [[(i, h.name) for i in sorted({m.group for m in p.members}) for h in p.hypers] for p in plans]
-        self.hypers = list(dict.fromkeys([*itertools.chain(*self._hypers), *schedules.scheduled]))
+        used = dict.fromkeys([*itertools.chain(*self._hypers), *schedules.scheduled])
+        self.groups = sorted({group for group, _ in used})
+        self._indices = {(i, name): groups[i].indices(name) for i, name in used}
+        self._inputs_of = {i: dict(groups[i].numbers.inputs_of) for i in self.groups}
         self.clipping = [t.view(1) for t in clipping.tensors(plans[0].device, CHOSEN)]
         named = [("outcome", clipping.outcome(plans[0].device))]
         for k, (plan, of_plan) in enumerate(zip(plans, coefficients, strict=True)):
@@ -101,7 +106,17 @@ class InlinedStep:
         written = [plan.rule.written_in_full(plan.statics, list_program.TORCH) for plan in self._plans]
         plans = [(plan.rule.name, plan.statics, plan.group_index, plan.maximizes) for plan in self._plans]
         others = (torch.get_default_dtype(), secrets.token_hex() if self._schedules.scheduled else "")
-        facts = (self.clips, self.names, self._positions, self._hypers, plans, self._neutral, written, others)
+        facts = (
+            self.clips,
+            self.names,
+            self._positions,
+            self._hypers,
+            self._inputs_of,
+            plans,
+            self._neutral,
+            written,
+            others,
+        )
         return hashlib.sha256(repr(facts).encode()).hexdigest()
 
     def choices(self) -> dict[str, str]:
@@ -119,15 +134,20 @@ class InlinedStep:
         params: Sequence[Tensor],
         grads: Sequence[Tensor | None],
         tensors: Sequence[Tensor],
-        hypers: Sequence[Sequence[Tensor]],
+        numbers: Sequence[Sequence[Tensor]],
         clipping: Sequence[Tensor],
     ) -> None:
         """Update the ``params`` that have a gradient.
 
         ``params`` and ``grads`` have an entry for each of the optimizer's parameters. The others replace the attributes of
-        these names; a hyperparameter has one or more numbers. ``clipping`` is empty if gradients are not clipped.
+        these names; ``numbers`` are :attr:`GroupNumbers.inputs` of each of the :attr:`groups`. ``clipping`` is empty if
+        gradients are not clipped.
         """
-        remaining, values = iter(tensors), dict(zip(self.hypers, hypers, strict=True))
+        remaining, inputs = iter(tensors), dict(zip(self.groups, numbers, strict=True))
+        values = {
+            (group, name): [self._number(group, i, inputs[group]) for i in indices]
+            for (group, name), indices in self._indices.items()
+        }
         outcome = next(remaining)
         by_plan = [list(itertools.islice(remaining, 3 + len(p.buffers) * len(p.members))) for p in self._plans]
         self._schedules.write([scalars[0] for scalars, *_ in by_plan], values)
@@ -135,15 +155,19 @@ class InlinedStep:
         about = zip(self._plans, self._neutral, self._positions, self._hypers, by_plan, strict=True)
         for plan, neutral, positions, plan_hypers, plan_tensors in about:
             scalars, constants, group_index, *entries = plan_tensors
-            numbers = [number for hyper in plan_hypers for number in values[hyper]]
+            hypers = [number for hyper in plan_hypers for number in values[hyper]]
             plan_grads = [grads[i] for i in positions]
             before = scalars.clone()  # a coefficient may be a view of them
             of_plan, marks = (plan.rule, plan.statics, before, constants, group_index), _marks(plan_grads, scalars.device)
-            rows, new, measured = evaluated(*of_plan, numbers, clipping, total, marks, neutral)
+            rows, new, measured = evaluated(*of_plan, hypers, clipping, total, marks, neutral)
             scalars.copy_(new)
             if measured is not None:
                 note_outcome(outcome, measured, counts=plan.is_first)
             _update_in_graph(plan, [params[i] for i in positions], plan_grads, entries, rows, clips=bool(clipping))
+
+    def _number(self, group: int, i: int, inputs: Sequence[Tensor]) -> Tensor:
+        where = self._inputs_of[group].get(i)
+        return inputs[0][i] if where is None else inputs[where].view(())
 
 
 def _update_in_graph(

@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, naming, plain, read
 from compiled_optim.checkpoint.state_dict import PreparedLoad, check_writable
-from compiled_optim.groups.live import Live
+from compiled_optim.groups.numbers import send
 from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obstacle, real_numel, scalar_dtype
 from compiled_optim.memory.torch_internals import in_range, is_capturing, mend_tracing, outside_dynamo
@@ -281,7 +281,7 @@ class LBFGSStep(Step):
         """Hand an assigned learning rate over."""
         if not self.is_current():
             return None
-        Live.send(self.changes)
+        send(self.changes)
         self._captured_lr.copy_(self.live[0]["lr"])
         return self.key()
 

@@ -290,7 +290,7 @@ def partition(
     entries: list[tuple[Member, Rule, dict[str, Any]]] = []
     for i, (rule, group) in enumerate(zip(rules, groups, strict=True)):
         by_short_name, scalars = ignores_prefixes(rule.scales, groups), rule.scalar_names
-        initial = initial_values(rule, {**group.for_compiled_code[0], "differentiable": group.get("differentiable", False)})
+        initial = initial_values(rule, {**group.for_compiled_code, "differentiable": group.get("differentiable", False)})
         rounding_seed = group.get("rounding_seed", 0)
         scales = [scale for scale in rule.scales if scale.is_read(group.get(scale.name))]
         initial_copy = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.live import Live
 from compiled_optim.groups.param_group import ParamGroup, inherited
 from compiled_optim.groups.parameters import canonical_name, first_three, matches, parameter_names
 from compiled_optim.groups.per_parameter import choices_of, ignores_prefixes, number_of, patterns_of
@@ -172,7 +171,7 @@ def _groups(engine: Engine, optimizer: int) -> Iterator[_Group]:
     for index, group in enumerate(groups):
         kind, defaults = inherited(group, engine.kind, engine.defaults, f"param_groups[{index}]")
         defaults = {**kind._added_choices(), **defaults}
-        numbers = group.floats(Live.value) if isinstance(group, ParamGroup) else {}
+        numbers = group.floats(wait=False) if isinstance(group, ParamGroup) else {}
         entries = {**defaults, **dict(dict.items(group)), **numbers}  # a group's own items would wait for the device
         entries |= {h.name: _number(entries[h.name]) for h in kind._fields_of(Hyper) if h.name in entries}
         differ = (value is not None and entries[key] != value for key, value in defaults.items())

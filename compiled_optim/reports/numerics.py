@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import Live
+from compiled_optim.groups.numbers import send
 from compiled_optim.lowering.select import Totals, lower
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.layout import MemoryOrder, as_real, flat
@@ -79,7 +79,7 @@ def check_numerics(optimizer: CompiledOptimizer) -> NumericsReport:
     with engine.lock:
         step = step_with_rule(engine, "check its numerics")
         engine.check_numbers()
-        Live.send(engine.changes)
+        send(engine.changes)
         return _report(engine.kind.__name__, [lowering.plan for lowering in step.lowerings])
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.live import Changes, Live, WatchedList
+from compiled_optim.groups.changes import Changes, WatchedList
+from compiled_optim.groups.numbers import send
 from compiled_optim.groups.param_group import ParamGroup, built_in_entries, check_values, group_keys, inherited
 from compiled_optim.groups.parameters import (
     check_params,
@@ -121,7 +122,7 @@ class Engine:
         self._in_graphs = ""  # the identity of the last step that a CUDA graph of compiled code held
         self.inlined: InlinedStep | None = None  # the step that compiled code may hold instead of an operator
         self.defaults: dict[str, Any] = {}  # for entries that a group lacks
-        self.tensor_defaults: dict[str, tuple[Any, Any]] = {}  # name -> (number, tensors passed for it), for groups to adopt
+        self.tensor_defaults: dict[str, tuple[Any, Any]] = {}  # name -> (number, tensors passed for it), for groups to read
         self._assign({"max_grad_norm": None, "skip_nonfinite": False})
         self.is_called = False  # whether a step was taken; torch's schedulers read this
         self.groups = []
@@ -263,8 +264,7 @@ class Engine:
                 engine._check_scales([group, *(other for other in engine.groups if other is not before)])
 
         device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
-        others = [g for i, g in enumerate(self.groups) if i != index and isinstance(g, ParamGroup)]
-        return ParamGroup(values, kind, device, f"param_groups[{index}]", check, self.changes, others)
+        return ParamGroup(values, kind, device, f"param_groups[{index}]", check, self.changes)
 
     def _warn_of_unread(self, kind: type[Declared], entries: Set[str], index: int) -> None:
         """Warn of ``entries`` of a group that other rules read and ``kind`` does not: OneCycleLR writes ``momentum``."""
@@ -395,7 +395,7 @@ class Engine:
             return by_id[id(param)] if id(param) in by_id else gradient(param)
 
         self.adopt(checked=self.step is None)
-        Live.send(self.changes)
+        send(self.changes)
         self.takes_sparse = any(kind._gradients == "sparse" for kind in self.kinds)
         self.accumulated.keep(p for group in self.groups for p in group["params"])
         step = self._make(self, grad_of)
@@ -501,7 +501,7 @@ class Engine:
     def let_read(self) -> None:
         """Note that graphs or compiled code may read numbers at any time: assignments reach their tensors at once."""
         self.changes.are_numbers_read = True
-        Live.send(self.changes)
+        send(self.changes)
 
     def hand_out(self, name: str, group: int) -> None:
         """Note that a user gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there is none."""
@@ -600,7 +600,7 @@ class Engine:
             )
         self.mark_stepped()
         if self.changes.unsent:
-            Live.send(self.changes, captures, self.step.devices if self.step else ())
+            send(self.changes, captures, self.step.devices if self.step else ())
 
     def mark_stepped(self) -> None:
         """Record for torch's schedulers that a step was taken; an error if a number is out of range."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.groups.live import Live
+from compiled_optim.groups.numbers import send
 from compiled_optim.groups.parameters import first_three
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
 from compiled_optim.lowering.eager import EagerLowering
@@ -199,16 +199,16 @@ class RuleStep(Step):
         reason = "" if self.name == ListLowering.name else f"it is lowered to {self.name}"
         reason = reason or ("its health is watched" if self.watches else "")
         names = ((group, n) for group in self._groups for n in group.kind._declaration.structural_hypers)
-        if not reason and (name := next((n for group, n in names if group.has_escaped(n) and not group.nonzero(n)), "")):
+        if not reason and (name := next((n for group, n in names if group.is_exposed(n) and not group.nonzero(n)), "")):
             reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
         reason = reason or obstacle([x.plan for x in lowerings], self._clipping)
         self._log.compiled_step = f"an operator: {reason}" if reason else "its own operations"
         if reason:
             return reason
         if self._inlined is None or not self._inlined.follows(self._clipping):
-            inlined = InlinedStep([x.coefficients for x in lowerings], self._positions, self._clipping, self._schedules)
-            hypers = [vector for group, name in inlined.hypers for vector in self.vectors[group][name]]
-            for tensor in (*inlined.tensors, *inlined.clipping, *hypers):
+            of_plans = [x.coefficients for x in lowerings]
+            inlined = InlinedStep(of_plans, self._distinct, self._positions, self._clipping, self._schedules)
+            for tensor in (*inlined.tensors, *inlined.clipping, *(t for i in inlined.groups for t in self.numbers[i])):
                 let_stay(tensor)
             self._inlined = inlined
         return self._inlined
@@ -310,7 +310,7 @@ class RuleStep(Step):
         self._clipping.take(clip_args)
         if self._clipping.measures_norm != (self._square_sums is not None):
             return None
-        Live.send(self.changes)
+        send(self.changes)
         for coefficients in self._tables:
             coefficients.hypers.refresh()
         return (self._square_sums, *self.lowerings, *(coefficients.hypers.copied() for coefficients in self._tables))

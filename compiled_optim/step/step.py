@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.state_dict import PreparedLoad
-from compiled_optim.groups.live import Changes
+from compiled_optim.groups.changes import Changes
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.torch_internals import Captures
@@ -47,11 +47,11 @@ class Step:
         self.kind, self.changes = kind, changes
         self._groups = groups
         self.identity = str(next(_identities))
-        distinct = {id(group): group for group in groups}.values()
+        self._distinct = distinct = [*{id(group): group for group in groups}.values()]
         self.params: list[Tensor] = list(dict.fromkeys(p for g in distinct for p in g["params"]))
         self.indices = {id(param): index for index, param in enumerate(self.params)}  # in `params`, by id
-        self.live = [g.for_compiled_code[0] for g in distinct]
-        self.vectors = [g.for_compiled_code[1] for g in distinct]
+        self.live = [g.for_compiled_code for g in distinct]
+        self.numbers = [g.numbers.inputs for g in distinct]  # of compiled code
         self.is_recorded = False  # whether a runner captures steps now, which does not take them
         self.is_in_user_graph = False  # whether a graph that a user captured, without a runner, reads its memory
         self._made_of = self._shapes()

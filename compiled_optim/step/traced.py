@@ -102,12 +102,12 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
         _guard_state(engine.key)
         grads = [traced_part(owned[i].grad, owned[i]) for i in positions]
         params = [traced_part(p, p) for p in owned]
-        hypers = [step.vectors[group][name] for group, name in inlined.hypers]
+        numbers = [step.numbers[group] for group in inlined.groups]
         clipping = []
         if inlined.clips or is_scaled:
             scaler_args = (None, *scaler, None)
             clipping = [old if new is None else new for old, new in zip(inlined.clipping, scaler_args, strict=True)]
-        run_inlined(params, grads, positions, inlined.tensors, hypers, clipping, engine.name, _digest(engine.key))
+        run_inlined(params, grads, positions, inlined.tensors, numbers, clipping, engine.name, _digest(engine.key))
         return
     is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
     owned, name = engine.params, engine.name
@@ -129,7 +129,7 @@ def run_inlined(
     grads: list[Tensor],
     positions: list[int],
     tensors: list[Tensor],
-    hypers: Sequence[Sequence[Tensor]],
+    numbers: Sequence[Sequence[Tensor]],
     clipping: list[Tensor],
     optimizer: str,
     digest: str,
@@ -139,7 +139,6 @@ def run_inlined(
     Compilers call it on fake tensors. Their caches tell code of one step from another's by the :meth:`InlinedStep.digest`.
     """
     by_position = dict(zip(positions, grads, strict=True))
-    numbers = [[vector.view(()) for vector in vectors] for vectors in hypers]
     inlined = _find(optimizer, [], []).inlined  # any engine of this name: all tensors are arguments
     assert inlined is not None
     single = [vector.view(()) for vector in clipping]

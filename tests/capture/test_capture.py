@@ -44,7 +44,7 @@ from simulated_graph import SimulatedGraph, install
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.groups import live
+from compiled_optim.groups import numbers
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
@@ -93,7 +93,7 @@ class TestStep:
         return co.compile_report(ours.optimizer)
 
     def test_numbers_that_wait_are_sent_before_the_capture_begins(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(live, "beside_graphs", lambda *args: pytest.fail("sent in the capture"))
+        monkeypatch.setattr(numbers, "beside_graphs", lambda *args: pytest.fail("sent in the capture"))
         self.run(lr_assigned)
 
     @pytest.mark.full

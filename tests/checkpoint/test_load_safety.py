@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
-from compiled_optim.groups.live import Changes, WatchedDict, WatchedList
+from compiled_optim.groups.changes import Changes, WatchedDict, WatchedList
 from compiled_optim.optimizer import engine_of
 
 NOT_NUMBERS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -47,7 +47,7 @@ def test_a_module_is_a_step() -> None:
     step = co.as_module(optimizer)
     assert step.names == ["layers.0.weight", "layers.0.bias", "layers.1.weight", "layers.1.bias"]
     buffers = dict(step.named_buffers())
-    assert {"momentum_buffer/layers-0-weight", "lr/0/0", "lr/1/0", "momentum/0/0", "scalars/0"} <= buffers.keys()
+    assert {"momentum_buffer/layers-0-weight", "numbers/0/0", "numbers/1/0", "scalars/0"} <= buffers.keys()
     for i in range(3):
         grads = [torch.full_like(p, i + 1.0) for p in step.params]
         optimizer.param_groups[0]["lr"] = twin.param_groups[0]["lr"] = 0.1 / (1 + i)

@@ -55,7 +55,7 @@ class HyperPointers:
         self._copies: list[tuple[Tensor, Tensor]] = []
         self._captured: list[tuple[Tensor, Tensor]] = []  # read by every replay
         for group in plan.groups:
-            group.followers.add(self)
+            group.numbers.followers.add(self)
 
     @property
     def is_settled(self) -> bool:
@@ -75,7 +75,7 @@ class HyperPointers:
         if capturing:
             self._captured += on_device
         passed = [value for value in self._clipping.arguments if isinstance(value, Tensor)]
-        self._are_private = not (passed or self._copies or self._has_escaped)
+        self._are_private = not (passed or self._copies or self._is_exposed)
 
     def follow(self) -> None:
         """Update the table at once after a group replaced a tensor: a captured graph may run before another step."""
@@ -126,7 +126,7 @@ class HyperPointers:
         if self.is_behind:
             self._are_private = False  # until `prepare` ends, also if an exception interrupts it
             self._in_groups = [t for g, h in self._hypers for t in g.read_only(h.name)]
-            self._has_escaped = any(g.has_escaped(h.name) for g, h in self._hypers)
+            self._is_exposed = any(g.is_exposed(h.name) for g, h in self._hypers)
             self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
 
