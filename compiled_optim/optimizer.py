@@ -262,7 +262,7 @@ class CompiledOptimizer(Declared, Optimizer):
             set_to_none: set them to None instead of to zero.
         """
         if torch.compiler.is_dynamo_compiling():
-            traced.ask(self._engine.key, "preallocate_for_graphs")
+            traced.preallocate(self._engine.key)
         else:
             self._engine.current()
             self._engine.is_zeroed |= backward_number() < 0
@@ -324,7 +324,8 @@ class CompiledOptimizer(Declared, Optimizer):
             engine.current()
             accumulated.check(engine.distinct_groups, begins=True)
             if not accumulated.was_on:
-                engine.changes.pending = accumulated.was_on = True
+                accumulated.was_on = True
+                engine.changes.outdate("optimizer accumulation was switched on")
         accumulated.is_on = on
 
     _step_supports_amp_scaling = True  # torch's GradScaler hands over ``grad_scale`` and ``found_inf`` instead of waiting
@@ -358,7 +359,7 @@ class CompiledOptimizer(Declared, Optimizer):
             step_with_rule(self._engine, "be watched")
             if bool(on) != self._engine.is_watching:
                 self._engine.is_watching = bool(on)
-                self._engine.changes.pending = True
+                self._engine.changes.outdate(f"watch_health({bool(on)}) was called")
                 self._engine.current()
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
@@ -396,7 +397,7 @@ class CompiledOptimizer(Declared, Optimizer):
                 schedules.set(index, groups[index], hypers[name], function)
         engine.schedules = schedules
         schedules.follow(groups)
-        engine.changes.pending = True
+        engine.changes.outdate(f"schedule() was called for {', '.join(functions) or 'no hyperparameter'}")
 
     @overload
     def hyperparameter(self, name: Literal["lr", "weight_decay", "max_lr", "momentum"], group: int = 0) -> Tensor: ...
@@ -417,7 +418,7 @@ class CompiledOptimizer(Declared, Optimizer):
         Raises:
             KeyError, IndexError: there is no such hyperparameter or group.
         """
-        traced.ask(self._engine.key, "hand_out", name, group)
+        traced.hand_out(self._engine.key, name, group)
         assert self._engine.step is not None
         value: Tensor | tuple[Tensor, ...] = self._engine.step.live[group][name]
         return value

@@ -82,6 +82,9 @@ class ParamState(WatchedDict[str, Any]):
                 self.drop_quietly(name)
         self.rule = rule
 
+    def _written(self, *key: Any) -> str:
+        return f"state {''.join(map(repr, key)) or 'entries'} of a parameter was written"
+
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
         if self._is_watched(key):
@@ -101,6 +104,9 @@ class OptimizerState(WatchedDict[Any, Any]):
 
     def _is_watched(self, *key: Any) -> bool:
         return not key or isinstance(key[0], Tensor)
+
+    def _written(self, *key: Any) -> str:
+        return "the state of a parameter was replaced"
 
     def __missing__(self, key: Any) -> Any:
         entries = self._watched(key, {})

@@ -187,7 +187,8 @@ class Run:
     def _explain(self) -> str:
         """Return why the graph is stale."""
         changes = map(differences, self._guards, map(guards_of, self._engines))
-        return next(filter(None, changes), "tables were made anew")
+        rebuilt = (engine.log.rebuilt for engine in self._engines)
+        return next(filter(None, (*changes, *rebuilt)), "tables were made anew")
 
     def release(self) -> None:
         """Free the graph. Then the run can only end a current step."""

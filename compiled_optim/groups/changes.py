@@ -18,10 +18,10 @@ _writes = itertools.count()
 
 
 class Changes:
-    """A record of pending changes. Dicts and lists that report writes, and their optimizer, share one such object."""
+    """A record of changes. Dicts and lists that report writes, and their optimizer, share one such object."""
 
-    pending = True  # until everything derived from groups and state is rebuilt
-    is_guarded = False  # whether only compiled code reads ``pending`` before it runs
+    stale = "nothing was built before"  # why all that is derived from groups and state must be rebuilt; empty if it need not
+    is_guarded = False  # whether only compiled code reads ``stale`` before it runs
     is_refused = False  # whether a group may hold a number that steps refuse
     is_state_handed_out = False  # whether other code may hold state tensors, and move their memory
     are_numbers_read = False  # whether other code than a called step reads numbers on the device
@@ -32,21 +32,30 @@ class Changes:
         self.numbers: WeakSet[Any] = WeakSet()  # of all groups, and of former ones that are still referenced
         self.unsent: dict[tuple[Any, int], float] = {}  # by these and an index: what the next step sends to a device
 
+    def outdate(self, reason: str) -> None:
+        """Let all that is derived from groups and state be rebuilt, for a reason in words."""
+        self.stale = self.stale or reason
+
+    def outdate_compiled(self, reason: str) -> None:
+        """Do :meth:`outdate` if compiled code may hold the step, which no Python of this package precedes."""
+        if self.is_guarded:
+            self.outdate(reason)
+
     @contextmanager
-    def reported(self, *, is_list: bool = False) -> Iterator[None]:
-        """Report a write in a ``with`` block: before it, in case of an interrupt, and after it, for other threads."""
-        self.pending = True
+    def reported(self, reason: str, *, is_list: bool = False) -> Iterator[None]:
+        """Do :meth:`outdate` for a ``with`` block: before it, in case of an interrupt, and after it, for other threads."""
+        self.outdate(reason)
         try:
             yield
         finally:
-            self.pending = True
+            self.outdate(reason)
             if is_list:
                 self.lists = str(next(_writes))
 
     def refuse(self) -> None:
         """Let the next step look for numbers that it cannot use, and raise."""
         self.is_refused = True
-        self.pending |= self.is_guarded
+        self.outdate_compiled("a number out of range was written, or eval() was called")
 
     def warn_of_rate(self, problem: str) -> None:
         """Warn of a negative learning rate, once."""
@@ -90,7 +99,11 @@ class WatchedDict(dict[K, V], Generic[K, V]):
         return self._names is None or not key or key[0] in self._names
 
     def _reported(self, *key: Any) -> AbstractContextManager[None]:
-        return self._changes.reported() if self._is_watched(*key) else nullcontext()
+        return self._changes.reported(self._written(*key)) if self._is_watched(*key) else nullcontext()
+
+    def _written(self, *key: Any) -> str:
+        """Return in words that ``key`` was written, or all keys."""
+        return "groups or state were written"
 
     def set_quietly(self, key: K, value: V) -> None:
         """Write without reporting, for writes of the package that require no rebuild."""
@@ -143,7 +156,7 @@ class WatchedList(list[V], Generic[V]):
         changes.lists = str(next(_writes))
 
     def _reported(self, *index: Any) -> AbstractContextManager[None]:
-        return self._changes.reported(is_list=True)
+        return self._changes.reported("a list of groups or parameters was written", is_list=True)
 
     append, extend, insert, remove, pop, clear, sort, reverse = map(
         _reporting, (list.append, list.extend, list.insert, list.remove, list.pop, list.clear, list.sort, list.reverse)

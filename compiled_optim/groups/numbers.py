@@ -183,7 +183,7 @@ class GroupNumbers:
         """Note that other code gets the tensor of a number."""
         if self.is_private(i):
             if i in self._structural and not self.nonzero(i):
-                self.changes.pending |= self.changes.is_guarded
+                self.changes.outdate_compiled("a hyperparameter of 0 that decides which buffers exist was handed out")
             self._versions[i] = _version(self.vector)
             self.exposed.add(i)
         self._fall_behind()
@@ -201,7 +201,8 @@ class GroupNumbers:
         """Set a number to ``value``, which may be a 1-element tensor on any device."""
         is_zero = not isinstance(value, Tensor) and value == 0
         is_watched = i in self._structural and self.changes.is_guarded and (self.certain(i) == 0) != is_zero
-        with self.changes.reported() if is_watched else nullcontext():
+        what = "a hyperparameter that decides which buffers exist became 0, or is no longer 0"
+        with self.changes.reported(what) if is_watched else nullcontext():
             self.written[i] = None  # until the end, in case of an interrupt
             self._replaced.pop(i, None)
             if isinstance(value, Tensor):
@@ -239,7 +240,7 @@ class GroupNumbers:
         if i not in self.inputs_of:
             self.inputs_of[i] = len(self.inputs)
             self.inputs.append(tensor)
-            self.changes.pending = True  # compiled code takes one more
+            self.changes.outdate("a tensor was passed for a number, which compiled code takes")
         self.inputs[self.inputs_of[i]] = tensor.detach().view(1)
         self._follow()
 

@@ -304,6 +304,9 @@ class ParamGroup(WatchedDict[str, Any]):
         else:
             self.update({key: value})
 
+    def _written(self, *key: Any) -> str:
+        return f"{self.label}{[*key] or ''} was written"
+
     @outside_dynamo
     def update(self, *args: Any, **kwargs: Any) -> None:
         """Update as ``dict.update``, but write nothing if one of the values is invalid."""
@@ -321,7 +324,7 @@ class ParamGroup(WatchedDict[str, Any]):
         """Write an entry, whose numbers are ``taken``, and report it if it changes the code."""
         replaces_numbers = taken is not None and self._is_entry(key)  # numbers replace numbers
         is_option = key in self._declaration.structural_entries and not replaces_numbers
-        with self._changes.reported() if is_option else contextlib.nullcontext():
+        with self._changes.reported(self._written(key)) if is_option else contextlib.nullcontext():
             self.set_quietly(key, value) if taken is None else self._assign(key, taken, is_loaded=is_loaded)
         for name in (h.name for h in self._hypers.values() if h.when == key and value):
             self._show(name, new=True)

@@ -70,6 +70,11 @@ class Addresses:
         self.unlike = bool(flags & _UNLIKE)  # whether a gradient's dtype, strides, layout or device keep it from being read
         self.version = flags >> _FLAG_BITS  # grows whenever `gradients` changes
 
+    def first_moved(self) -> int | None:
+        """Return the index of the first of the tensors, and then the others, that :attr:`moved`; None if none did."""
+        indices = range(len(self._tensors))
+        return next((i for i in indices if self._watch.look(None, i, i + 1, False) & _MOVED), None)
+
     def others_moved(self) -> bool:
         """Return whether any of the others has another address or form than at first, for example after ``.data =``."""
         return bool(self._watch.look(None, len(self.gradients), len(self._tensors), False) & _MOVED)

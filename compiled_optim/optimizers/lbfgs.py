@@ -279,7 +279,7 @@ class LBFGSStep(Step):
 
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
         """Hand an assigned learning rate over."""
-        if not self.is_current():
+        if self.stale():
             return None
         send(self.changes)
         self._captured_lr.copy_(self.live[0]["lr"])

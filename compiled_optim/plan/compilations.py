@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -167,6 +168,8 @@ class CompilationLog:
     has_stepped: bool = False  # later compilations have a cause
     compilations: list[Compilation] = field(default_factory=list)
     fallbacks: dict[str, str] = field(default_factory=dict)
+    rebuilds: Counter[str] = field(default_factory=Counter)  # why the step was rebuilt, and how often
+    rebuilt: str = ""  # the last of these reasons
     captures: list[str] = field(default_factory=list)  # the cause of each, empty for a first one; a compiler's too
     replays: int = 0
     table_refreshes: int = 0

@@ -143,8 +143,8 @@ class Plan:
         hypers = [t for group in self.groups for h in self.hypers for t in group.read_only(h.name)]
         return [t.untyped_storage() for t in (*self._entries(), *hypers) if layout.has_memory(t)]
 
-    def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """Read parameters and ``grads``, or their own gradients for None. Return whether the plan still describes them.
+    def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> str:
+        """Read parameters and ``grads``, or their own gradients for None. Return why the plan does not describe them, or "".
 
         With ``state`` it reads the state too, in case other code moved its memory. ``keep_alive`` is as in
         :meth:`Addresses.read`.
@@ -154,11 +154,21 @@ class Plan:
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
         self.addresses.read(self._readable(grads), others=state, keep_alive=keep_alive)
-        if self.addresses.moved or (self.sharded and any(layout.local(m.owner) is not m.param for m in self.members)):
-            return False
+        if self.addresses.moved:
+            return self._moved()
+        if self.sharded and (moved := [m for m in self.members if layout.local(m.owner) is not m.param]):
+            return f"'{moved[0].name}' has another local shard"
         if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
-            return True
+            return ""
         return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
+
+    def _moved(self) -> str:
+        """Return in words which parameter or state has another address or form than when the plan was made."""
+        params = [] if self.wrapped else [f"'{m.name}'" for m in self.members]
+        entries = [(f"state '{n}' of '{m.name}'", e) for m in self.members for n, e in m.entries.items()]
+        names = [*params, *[what for what, entry in entries if layout.has_memory(entry)]]
+        index = self.addresses.first_moved()
+        return f"{'a parameter or its state' if index is None or index >= len(names) else names[index]} moved"
 
     def finish(self) -> None:
         """Release the gradients, and tell autograd that the parameters with gradients were written."""
@@ -182,8 +192,8 @@ class Plan:
         self._held_grads = self.gradients(grads)
         return self._held_grads
 
-    def _check_gradients(self, grads: Sequence[Tensor | None]) -> bool:
-        """Return whether all gradients have the expected dtypes. Raise an error where one cannot be used at all."""
+    def _check_gradients(self, grads: Sequence[Tensor | None]) -> str:
+        """Return which gradient has another dtype than expected, or "". Raise an error where one cannot be used at all."""
         rule, takes_sparse = self.rule, self.rule.gradients == "sparse"
         present = [(m, p, g) for m, p, g in zip(self.members, self.params, grads, strict=True) if g is not None]
         if wrong := [m for m, _, g in present if g.is_sparse != takes_sparse]:
@@ -203,7 +213,9 @@ class Plan:
                 raise ValueError(f"the gradient of '{member.name}' has no memory: its storage was freed")
             if torch_internals.is_fake(grad) and not torch_internals.is_fake(param):
                 raise ValueError(f"the gradient of '{member.name}' has no memory: it is a FakeTensor")
-        return all(g is None or g.dtype == d for g, d in zip(grads, self.grad_dtypes, strict=True))
+        pairs = zip(self.members, grads, self.grad_dtypes, strict=True)
+        other = [f"the gradient of '{m.name}' is {g.dtype}, not {d}" for m, g, d in pairs if g is not None and g.dtype != d]
+        return other[0] if other else ""
 
     @functools.cached_property
     def counts(self) -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from compiled_optim.groups.parameters import first_three
 from compiled_optim.memory.cache import cache_directory
 from compiled_optim.memory.layout import has_memory
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
@@ -33,6 +34,7 @@ class CompileReport:
         kernels: the keys of the kernels its step calls.
         compilations: the kernels that were compiled or loaded for it, in order, with their seconds. Kernels that the process
             already had are not listed.
+        rebuilds: why the host made the step anew, and how often: its tables, and kernels if there are new ones.
         captures: the cause of each capture of a CUDA graph by ``co.CUDAGraphRunner`` or torch.compile; "" for a first one.
         replays: how often these graphs were replayed.
         table_refreshes: how often a kernel's table of addresses was written again. That compiles nothing.
@@ -51,6 +53,7 @@ class CompileReport:
     steps: int
     kernels: tuple[str, ...]
     compilations: tuple[Compilation, ...]
+    rebuilds: dict[str, int]
     captures: tuple[str, ...]
     replays: int
     table_refreshes: int
@@ -109,6 +112,7 @@ class CompileReport:
             f"  kernels: {kernels} in {self.seconds - self.construction:.2f} s": bool(kernels),
             **{f"  {self._origin(kernel)}: {kernel}": True for kernel in self.kernels},
             **self._lines("recompiled"),
+            f"  {self._rebuilt()}": bool(self.rebuilds),
             f"  {len(self.captures)} captures, {self.recaptures} re-captures, {self.replays} replays": bool(self.captures),
             **self._lines("captured again"),
             f"    {_LOCATE}": bool(self.recompiles or self.recaptures),
@@ -119,6 +123,10 @@ class CompileReport:
         }
         fill = functools.partial(textwrap.fill, width=120, break_long_words=False, break_on_hyphens=False)
         return "\n".join(fill(line, subsequent_indent=" " * 6) for line, holds in lines.items() if holds)
+
+    def _rebuilt(self) -> str:
+        reasons = [reason + f" ({count} times)" * (count > 1) for reason, count in self.rebuilds.items()]
+        return f"rebuilt on the host, which compiles nothing by itself: {first_three(reasons)}"
 
     def _lines(self, name: str) -> dict[str, bool]:
         """Return a line for each finding of this name, without the advice that repetitions share."""
@@ -158,6 +166,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         engine.steps,
         tuple(dict.fromkeys(str(s) for s in log.keys.values())),
         tuple(log.compilations),
+        dict(log.rebuilds),
         tuple(log.captures),
         log.replays,
         log.table_refreshes,

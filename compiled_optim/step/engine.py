@@ -146,7 +146,7 @@ class Engine:
 
     @groups.setter
     def groups(self, groups: Iterable[Any]) -> None:
-        with self.changes.reported():
+        with self.changes.reported("param_groups was replaced"):
             self._groups = WatchedList(self.changes, groups)
 
     @property
@@ -156,7 +156,7 @@ class Engine:
 
     def replace_state(self, values: Mapping[Any, Any]) -> None:
         """Replace the state by ``values``, a mapping of mappings: by the object itself if it was the state before."""
-        with self.changes.reported():
+        with self.changes.reported("the state was replaced"):
             self.changes.is_state_handed_out = bool(values)
             self._state_names.update(*[kind._state_names() for kind in self.kinds])
             self.accumulated.forget()
@@ -246,10 +246,10 @@ class Engine:
                 "give the names of each model a prefix, such as 'encoder.'",
                 stacklevel=2,
             )
+        self.changes.outdate(f"{label} was added")
         self.groups.append(self._group(kind, values, index))
         every_name = {name for group in self.groups for name in group.get("param_names", ())}
         self.aliases = {alias: name for alias, name in (self.aliases | aliases).items() if alias not in every_name}
-        self.changes.pending = True
 
     def _group(self, kind: type[Declared], values: Mapping[str, Any], index: int) -> ParamGroup:
         reference = weakref.ref(self)  # the group may outlive the engine
@@ -379,16 +379,20 @@ class Engine:
 
     def current(self) -> Step:
         """Return the step, rebuilt if groups or state changed."""
-        if self.step is None or not self.step.is_current():
+        if self.step is None or self.step.stale():
             with self.lock:
                 self.renew()
         assert self.step is not None
         return self.step
 
     @outside_inference_mode()
-    def renew(self, grads: Gradients = None) -> tuple[Step, Gradients]:
-        """Rebuild the step from groups and state. Return it, and ``grads`` in the new order of the parameters."""
-        self.changes.pending = True  # to the end, even after an interrupt
+    def renew(self, grads: Gradients = None, reason: str = "") -> tuple[Step, Gradients]:
+        """Rebuild the step from groups and state. Return it, and ``grads`` in the new order of the parameters.
+
+        Reports show the ``reason``, by default that of :meth:`Step.stale`.
+        """
+        reason = reason or ("" if self.step is None else self.step.stale())
+        self.changes.outdate("the step is being rebuilt")  # to the end, even after an interrupt
         by_id = {} if grads is None else dict(zip(map(id, self.params), grads, strict=True))
 
         def grad_of(param: Tensor) -> Tensor | None:
@@ -405,7 +409,10 @@ class Engine:
         self.log.keys = {pair: key for pair, key in self.log.keys.items() if pair[0] in present}
         self._take_name()
         step.leave_graphs()
-        self.changes.pending = False
+        if reason:
+            self.log.rebuilds[reason] += 1
+            self.log.rebuilt = reason
+        self.changes.stale = ""
         return step, None if grads is None else list(map(grad_of, self.params))
 
     def _take_name(self) -> None:
@@ -428,10 +435,10 @@ class Engine:
         """Return a step that is prepared for ``grads``, or preallocated ``ahead`` of them, and ``grads`` in its order."""
         self.clipping.take(self.clip_args)
         step = self.step
-        if step is None or not step.is_current() or not step.describes(grads):
-            step, grads = self.renew(grads)
-            described = step.describes(grads)
-            assert described
+        if step is None or (reason := step.stale_for(grads)):
+            step, grads = self.renew(grads, "" if step is None else reason)
+            reason = step.stale_for(grads)
+            assert not reason, reason
         try:
             step.preallocate() if ahead else step.prepare(grads, captures)
         except CompilerError:  # the next try gives the plans another lowering
@@ -455,7 +462,7 @@ class Engine:
                 if fits and self._in_graphs != step.identity:
                     cause = ""
                     if self._in_graphs:
-                        cause = "groups, state or clipping changed, or a tensor moved, and compiled code holds the step"
+                        cause = f"{self.log.rebuilt or 'the step was rebuilt'}, and compiled code holds the step"
                         spend(f"{self.kind.__name__} would capture its step again: {cause}")
                     self._guard()
                     self.log.captures.append(cause)
@@ -482,8 +489,8 @@ class Engine:
                 return why
             step, indices = self.current(), {*present}
             grads = [p if i in indices else None for i, p in enumerate(step.params)]  # stand for gradients, which are fake
-            if step.wakes(grads) or not step.describes([None] * len(grads)):  # or a parameter or its state moved
-                step, _ = self.renew(grads)
+            if reason := step.woken(grads) or step.stale_for([None] * len(grads)):
+                step, _ = self.renew(grads, reason)
             self.clipping.take(self.clip_args)
             inlined = step.inlined()
             if isinstance(inlined, str):
@@ -517,9 +524,10 @@ class Engine:
         with self.lock:
             if self.inlined is not None:
                 self.clipping.take(self.clip_args)
-                self.changes.pending |= not self.inlined.follows(self.clipping)
+                if not self.inlined.follows(self.clipping):
+                    self.changes.outdate("max_grad_norm or skip_nonfinite was switched on or off")
             if self._in_graphs and self.current().follow(self.clip_args) is None:
-                self.changes.pending = True
+                self.changes.outdate("max_grad_norm or skip_nonfinite was switched on or off")
 
     @outside_dynamo
     def run(self, grads: Gradients = None, closure: Callable[[], Any] | None = None) -> Any:

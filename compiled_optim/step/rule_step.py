@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.numbers import send
-from compiled_optim.groups.parameters import first_three
+from compiled_optim.groups.parameters import first_three, named_parameters
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inlined import InlinedStep, obstacle
@@ -135,20 +135,24 @@ class RuleStep(Step):
                 view.scalars.copy_(before)
             lowering.finish()
             if len(plan.scalar_blocks) > 1:  # the view moved the scalars into one, and kernels would write to the others
-                self.changes.pending = True
+                self.changes.outdate("the parameters were shown as an average, or as they are trained")
 
-    def is_current(self) -> bool:
-        """Return whether no change was reported, clipping was not switched off, and no meta parameter got memory."""
-        clips = self._square_sums is None or self._clipping.measures_norm
-        return clips and not (self._meta and not all(p.is_meta for p in self._meta)) and super().is_current()
+    def stale(self) -> str:
+        if reason := super().stale():
+            return reason
+        if self._square_sums is not None and not self._clipping.measures_norm:
+            return "clipping was switched off"
+        if self._meta and not all(p.is_meta for p in self._meta):
+            return "a parameter on the meta device got memory"
+        return ""
 
-    def describes(self, grads: Gradients) -> bool:
-        """Return whether the plans still describe parameters and gradients, and no parameter without state has one."""
-        if self.wakes(grads):
-            return False
+    def stale_for(self, grads: Gradients) -> str:
+        if reason := self.stale() or self.woken(grads):
+            return reason
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
         by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
-        return all([lowering.plan.read(taken, state=state, keep_alive=runs_user_code) for lowering, taken in by_plan])
+        read = [lowering.plan.read(taken, state=state, keep_alive=runs_user_code) for lowering, taken in by_plan]
+        return next(filter(None, read), "")
 
     def has_moved_state(self) -> bool:
         """Return whether state has other memory than when the step was built."""
@@ -158,14 +162,17 @@ class RuleStep(Step):
         """Return whether scalars of state were moved out of their plan's tensor, in which compiled code reads them."""
         return self.has_moved_state() and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
 
-    def wakes(self, grads: Gradients) -> bool:
-        if not self._stateless:
-            return False
-        return any((self.params[i].grad if grads is None else grads[i]) is not None for i in self._stateless)
+    def woken(self, grads: Gradients) -> str:
+        """Return that a parameter without state has a gradient, in words."""
+        woken = [i for i in self._stateless if (self.params[i].grad if grads is None else grads[i]) is not None]
+        return f"'{self._name(woken[0])}' got its first gradient" if woken else ""
+
+    def _name(self, i: int) -> str:
+        return next(name for name, param in named_parameters(self._distinct) if param is self.params[i])
 
     def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
         is_known = self._clipping.arguments is clip_args is self._settled_for
-        if not is_known or not self.is_current() or self.wakes(grads):
+        if not is_known or self.stale() or (self._stateless and self.woken(grads)):
             return False
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
         for lowering, taken in zip(self.lowerings, self._by_plan(grads), strict=True):
@@ -184,15 +191,13 @@ class RuleStep(Step):
         elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
         clips = clip_args[0] is not None or clip_args[-1]
         reasons = {
-            "groups or state changed since the last step": not self.is_current(),
-            "a parameter got its first gradient": self.wakes(grads),
             "its kernels are not compiled yet": bool(self._uncompiled),
             "clipping was switched on or off": clips != (self._square_sums is not None),
             "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clip_args),
             "max_grad_norm is a tensor on another device": elsewhere and not self.is_recorded,
         }
         reason = next((r for r, holds in reasons.items() if holds), "")
-        return reason or ("" if self.describes(grads) else "a parameter moved or its gradient has another dtype")
+        return self.stale() or self.woken(grads) or reason or self.stale_for(grads)
 
     def inlined(self) -> InlinedStep | str:
         lowerings = [x for x in self.lowerings if isinstance(x, ListLowering)]  # all of them, if this is their name
@@ -241,7 +246,7 @@ class RuleStep(Step):
         """Build missing kernels and tables of the lowerings and of the norm; ``by_plan`` are the plans' gradients."""
         for lowering, plan_grads in zip(self.lowerings, by_plan, strict=True):
             if lowering in self._uncompiled:
-                self.changes.pending = True  # to the end, even after an interrupt
+                self.changes.outdate("the first step was interrupted")  # to the end
                 try:
                     lowering.compile()
                 except CompilerError as error:
@@ -250,7 +255,7 @@ class RuleStep(Step):
                 lowering.plan.reread(plan_grads)
                 self._uncompiled.discard(lowering)
         self._looks = {plan: watch.looks for plan, watch in self.watches.items()}
-        self.changes.pending = False
+        self.changes.stale = ""
         if self._clipping.measures_norm and self._square_sums is None:
             self._square_sums = SquareSums(self.lowerings)
             self.leave_graphs()
@@ -304,7 +309,7 @@ class RuleStep(Step):
                 yield
 
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
-        if self._uncompiled or not self.is_current() or self.has_moved_state():
+        if self._uncompiled or self.stale() or self.has_moved_state():
             return None
         self.is_settled = False  # the next step may have other assignments
         self._clipping.take(clip_args)

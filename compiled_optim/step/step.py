@@ -54,7 +54,7 @@ class Step:
         self.numbers = [g.numbers.inputs for g in distinct]  # of compiled code
         self.is_recorded = False  # whether a runner captures steps now, which does not take them
         self.is_in_user_graph = False  # whether a graph that a user captured, without a runner, reads its memory
-        self._made_of = self._shapes()
+        self._made_of = self._facts()
 
     @classmethod
     def check_options(cls, optimizer: type[Declared], options: Mapping[str, Any]) -> None:
@@ -71,27 +71,42 @@ class Step:
         """The reason why no CUDA graph can hold the step; empty if one can."""
         return ""
 
-    def is_current(self) -> bool:
-        """Return whether no change was reported, and no group was replaced without a report."""
-        return not self.changes.pending and self._shapes() == self._made_of
+    def stale(self) -> str:
+        """Return why the step must be rebuilt, whatever the gradients; empty if groups and state are as they were."""
+        if self.changes.stale:
+            return self.changes.stale
+        if (facts := self._facts()) == self._made_of:
+            return ""
+        new = next((fact for fact in facts if fact not in self._made_of), None)
+        return "a group was removed" if new is None else self._said(new)
 
-    def _shapes(self) -> list[tuple[Any, ...]]:
-        """Return the facts that can change without a report: identity and length of groups, hyperparameters that are 0."""
+    def _facts(self) -> list[tuple[Any, ...]]:
+        """Return what can change without a report: identity and length of groups, and which hyperparameters are 0."""
         lengths = [(id(group), len(dict.get(group, "params", ()))) for group in self._groups]
         groups = [group for group in self._groups if isinstance(group, ParamGroup)]
-        return [*lengths, *[(g.nonzero(key),) for g in groups for key in g.kind._declaration.structural_hypers]]
+        return [*lengths, *[(id(g), key, g.nonzero(key)) for g in groups for key in g.kind._declaration.structural_hypers]]
 
-    def describes(self, grads: Gradients) -> bool:
-        """Read all parameters and ``grads``. Return whether the step can be taken with them."""
-        return True
+    def _said(self, fact: tuple[Any, ...]) -> str:
+        """Return in words what changed where this one of the :meth:`_facts` is new."""
+        if len(fact) == 2:
+            return f"param_groups[{[*map(id, self._groups)].index(fact[0])}] was replaced, or has other parameters"
+        group = next(group for group in self._groups if id(group) == fact[0])
+        return f"{fact[1]} of {group.label} became 0, or is no longer 0"
 
-    def wakes(self, grads: Gradients) -> bool:
-        """Return whether a parameter without state has a gradient, so that the step must be rebuilt."""
-        return False
+    def stale_for(self, grads: Gradients) -> str:
+        """Read all parameters and ``grads``. Return why the step must be rebuilt before it takes them; empty if it need not.
+
+        Raise the errors of gradients that no step can take.
+        """
+        return self.stale()
+
+    def woken(self, grads: Gradients) -> str:
+        """Return which parameter without state has a gradient, so that the step must be rebuilt; empty if none has."""
+        return ""
 
     def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
         """Return why a graph that is being captured cannot hold this step; empty if it can."""
-        return "" if self.is_current() else "groups or state changed since the last step"
+        return self.stale_for(grads)
 
     def preallocate(self) -> None:
         """Allocate everything that :meth:`launch` uses, so that preparing and launching keep no new memory.

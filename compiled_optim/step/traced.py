@@ -13,7 +13,6 @@ import secrets
 from collections.abc import Callable, Sequence
 from operator import is_
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +31,26 @@ from compiled_optim.step.step import Gradients, Step
 
 
 @called_while_tracing
-def ask(key: str, method: str, *args: Any) -> bool | str | None:
-    """Call this method of an engine. Return its result if that is a bool or a string, which a trace can hold."""
-    answer = getattr(ENGINES[key], method)(*args)
-    return answer if isinstance(answer, (bool, str)) else None
+def _build(key: str) -> None:
+    """Let an engine build its step if it is stale."""
+    ENGINES[key].current()
+
+
+@called_while_tracing
+def _inline(key: str, present: list[int]) -> str:
+    return ENGINES[key].inline(present)
+
+
+@called_while_tracing
+def preallocate(key: str) -> bool:
+    """Do :meth:`Engine.preallocate_for_graphs`."""
+    return ENGINES[key].preallocate_for_graphs()
+
+
+@called_while_tracing
+def hand_out(key: str, name: str, group: int) -> None:
+    """Do :meth:`Engine.hand_out`."""
+    ENGINES[key].hand_out(name, group)
 
 
 @called_while_tracing
@@ -90,13 +105,13 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     """
     mend_tracing()
     let_trace()
-    ask(engine.key, "current")
+    _build(engine.key)
     # Dynamo refuses to read sparse gradients; no step with sparse gradients is inlined.
     is_sparse = engine.takes_sparse  # read from groups, this would add guards on their entries
     positions = [] if is_sparse else [i for i, p in enumerate(engine.params) if p.grad is not None]
     guard_params(engine)
     is_scaled = scaler[0] is not None or scaler[1] is not None
-    if not ask(engine.key, "inline", positions):
+    if not _inline(engine.key, positions):
         step, inlined, owned = _guard(engine), engine.inlined, engine.params
         assert inlined is not None
         _guard_state(engine.key)
@@ -109,7 +124,7 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
             clipping = [old if new is None else new for old, new in zip(inlined.clipping, scaler_args, strict=True)]
         run_inlined(params, grads, positions, inlined.tensors, numbers, clipping, engine.name, _digest(engine.key))
         return
-    is_in_graph = ask(engine.key, "preallocate_for_graphs") and not is_scaled
+    is_in_graph = preallocate(engine.key) and not is_scaled
     owned, name = engine.params, engine.name
     if is_sparse:
         torch.ops.compiled_optim.step(owned, [], [*range(len(owned))], name)
@@ -150,7 +165,7 @@ def _guard(engine: Engine) -> Step:
     step = engine.step
     assert step is not None
     _depend_on(step.identity)
-    if engine.changes.pending or engine.launcher is not None:
+    if engine.changes.stale or engine.launcher is not None:
         raise RuntimeError("the step changed while it was traced")
     return step
 

@@ -1,0 +1,122 @@
+"""A step that is made anew says why: to whoever captures it, and in the report."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compiled_optim as co
+from compiled_optim.optimizer import engine_of
+
+
+def made(**options: Any) -> Any:
+    torch.manual_seed(0)
+    params = {"first": nn.Parameter(torch.ones(4)), "frozen": nn.Parameter(torch.ones(3), requires_grad=False)}
+    params["first"].grad = torch.ones(4)
+    optimizer = co.SGD(params.items(), **{"lr": 0.1, "momentum": 0.5} | options)
+    optimizer.step()
+    return optimizer
+
+
+def first(optimizer: Any) -> nn.Parameter:
+    param: nn.Parameter = optimizer.param_groups[0]["params"][0]
+    return param
+
+
+def thaw(optimizer: Any) -> None:
+    frozen = optimizer.param_groups[0]["params"][1]
+    frozen.grad = torch.ones(3)
+
+
+def gradient_of_another_dtype(optimizer: Any) -> None:
+    param = first(optimizer)
+    param.grad_dtype = None
+    param.grad = torch.ones(4, dtype=torch.bfloat16)
+
+
+CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "an option is assigned": ("param_groups[0]['nesterov'] was written", lambda o: o.param_groups[0].update(nesterov=True)),
+    "an option is deleted": ("param_groups[0]['maximize'] was written", lambda o: o.param_groups[0].pop("maximize")),
+    "momentum becomes 0": (
+        "momentum of param_groups[0] became 0, or is no longer 0",
+        lambda o: o.param_groups[0].update(momentum=0.0),
+    ),
+    "a group is added": ("param_groups[1] was added", lambda o: o.add_param_group({"params": [("new", torch.ones(2))]})),
+    "a list is edited": ("a list of groups or parameters was written", lambda o: o.param_groups[0]["params"].pop()),
+    "groups are replaced": ("param_groups was replaced", lambda o: setattr(o, "param_groups", [*o.param_groups])),
+    "a parameter gets its first gradient": ("'frozen' got its first gradient", thaw),
+    "a parameter moves": ("'first' moved", lambda o: setattr(first(o), "data", first(o).data.clone())),
+    "state moves": (
+        "state 'momentum_buffer' of 'first' moved",
+        lambda o: setattr(o.state[first(o)]["momentum_buffer"], "data", torch.zeros(4)),
+    ),
+    "state is assigned": (
+        "state 'momentum_buffer' of a parameter was written",
+        lambda o: o.state[first(o)].update(momentum_buffer=torch.zeros(4)),
+    ),
+    "the state of a parameter is replaced": (
+        "the state of a parameter was replaced",
+        lambda o: o.state.update({first(o): {"step": torch.tensor(1.0), "momentum_buffer": torch.zeros(4)}}),
+    ),
+    "a gradient has another dtype": (
+        "the gradient of 'first' is torch.bfloat16, not torch.float32",
+        gradient_of_another_dtype,
+    ),
+    "a schedule begins": ("schedule() was called for lr", lambda o: o.schedule(lr=lambda step: 0.1 / step)),
+    "health is watched": ("watch_health(True) was called", lambda o: o.watch_health()),
+    "accumulation begins": (
+        "optimizer accumulation was switched on",
+        lambda o: (setattr(o, "optimizer_accumulation", True), setattr(o, "optimizer_accumulation", False)),
+    ),
+    "clipping ends": ("clipping was switched off", lambda o: setattr(o, "max_grad_norm", None)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_report_says_why_a_step_was_made_anew(change: str) -> None:
+    reason, make = CHANGES[change]
+    optimizer = made(**({"max_grad_norm": 1.0} if change == "clipping ends" else {}))
+    assert co.compile_report(optimizer).rebuilds == {}
+    make(optimizer)
+    optimizer.step()
+    assert co.compile_report(optimizer).rebuilds == {reason: 1}
+    printed = re.sub(r"\s+", " ", str(co.compile_report(optimizer)))
+    assert f"rebuilt on the host, which compiles nothing by itself: {reason} " in printed
+    optimizer.step()
+    assert co.compile_report(optimizer).rebuilds == {reason: 1}
+
+
+@pytest.mark.parametrize("change", [name for name in CHANGES if name not in ("accumulation begins",)])
+def test_the_reason_is_known_before_the_step(change: str) -> None:
+    """A capture that asks gets the same words; when it was built, nothing is stale."""
+    reason, make = CHANGES[change]
+    optimizer = made(**({"max_grad_norm": 1.0} if change == "clipping ends" else {}))
+    step = engine_of(optimizer).step
+    assert step.stale_for(None) == ""
+    make(optimizer)
+    engine_of(optimizer).clipping.take(engine_of(optimizer).clip_args)
+    assert engine_of(optimizer).step is not step or step.stale_for(None) == reason
+
+
+UNCHANGED: dict[str, Callable[[Any], object]] = {
+    "a number is assigned": lambda o: o.param_groups[0].update(lr=0.3, momentum=0.25, weight_decay=0.5),
+    "a number is filled": lambda o: o.hyperparameter("lr").fill_(0.3),
+    "a gradient is new": lambda o: setattr(first(o), "grad", torch.ones(4)),
+    "a gradient is absent": lambda o: setattr(first(o), "grad", None),
+    "a checkpoint is loaded": lambda o: o.load_state_dict(o.state_dict()),
+    "state is written in place": lambda o: o.state[first(o)]["momentum_buffer"].zero_(),
+    "a user's entry is written": lambda o: o.param_groups[0].update(initial_lr=0.1),
+}
+
+
+@pytest.mark.parametrize("change", UNCHANGED)
+def test_a_step_that_still_fits_is_not_made_anew(change: str) -> None:
+    optimizer = made()
+    UNCHANGED[change](optimizer)
+    optimizer.step()
+    assert co.compile_report(optimizer).rebuilds == {}
