@@ -166,11 +166,10 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
 
     A differentiable step depends on the hyperparameter that fills a buffer: its value is then not detached from autograd.
     """
-    values: dict[str, float | Tensor] = {"step": 0.0}
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
-    for field in fields:
-        value = group[field.init] if isinstance(field.init, str) else field.init
-        recorded = isinstance(field, Buffer) and group.get("differentiable", False)
+    values: dict[str, Any] = {"step": 0.0, **{field.name: field.init for field in fields}}
+    for field, init in [(field, init) for field in fields if type(init := field.init) is str]:
+        value, recorded = group[init], isinstance(field, Buffer) and group.get("differentiable", False)
         values[field.name] = value.detach() if isinstance(value, Tensor) and not recorded else value
     return values
 
