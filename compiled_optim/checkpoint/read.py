@@ -121,11 +121,14 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
 
 
 def _readable(tensor: Tensor, what: str, dtypes: Collection[torch.dtype]) -> Tensor:
-    check_memory(tensor, what)
+    has_all = check_memory(tensor, what)
     if tensor.dtype not in dtypes:
         raise Unloadable(f"{what} is {tensor.dtype}")
     tensor = tensor.detach() if tensor.requires_grad else tensor
-    is_lazy = tensor.is_conj() or tensor.is_neg() or tensor._is_zerotensor()  # its memory does not hold its numbers
+    # The memory of such a tensor does not hold its numbers.
+    is_lazy = (
+        tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()) or not (has_all or not tensor._is_zerotensor())
+    )
     return plain_copy(tensor) if is_lazy and not is_sharded(tensor) else tensor
 
 
@@ -139,20 +142,26 @@ def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype)
     return tensor
 
 
-def check_memory(tensor: Tensor, what: str) -> None:
-    """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is strided and its elements are in memory."""
+def check_memory(tensor: Tensor, what: str) -> bool:
+    """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is strided and its elements are in memory.
+
+    Return True if they are known to follow each other there.
+    """
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
-    is_simple = type(tensor) in TORCH_TYPES
-    shard = tensor if is_simple else local(tensor)
-    if tensor.is_meta or (not is_simple and shard.untyped_storage().device.type == "meta"):  # as that of fake tensors is
+    shard = tensor if type(tensor) in TORCH_TYPES else local(tensor)
+    if tensor.is_meta or (storage := shard.untyped_storage()).device.type == "meta":  # as that of fake tensors is
         raise Unloadable(f"{what} is a meta tensor")
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes if shard is tensor and tensor.is_contiguous() else 0
+    if 0 < end <= storage.nbytes():
+        return True
     if not has_memory(shard) and is_lost(shard):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
     if shard is not tensor:
         shape, expected = tuple(shard.shape), shape_of_part(tensor)
         if shape != expected and (shard.numel() or 0 not in expected):  # FSDP gives an empty shard any empty shape
             raise Unloadable(f"{what} has a part of shape {shape} on this process instead of {expected}")
+    return False
 
 
 FORMAT_VERSION = 1
@@ -203,13 +212,13 @@ class SavedGroup(NamedTuple):
         if type(params) is not list:
             raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
         names: Any = plain(entries.pop("param_names", None), f"{where}['param_names']")
-        if nameless := [key for key in entries if not isinstance(key, str)]:
+        if nameless := [key for key in entries if type(key) is not str and not isinstance(key, str)]:
             raise ValueError(f"the entries of {where} must have names, got {described(nameless[0])}")
-        if not all([isinstance(param, (int, str)) for param in params]):
+        if [param for param in params if type(param) not in (int, str) and not isinstance(param, (int, str))]:
             raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
-        is_named = {str} == {str if isinstance(param, str) else int for param in params}
+        is_named = bool(params) and not [param for param in params if type(param) is int or not isinstance(param, str)]
         names = names if params and not is_named else params  # torch.distributed.checkpoint sorts these, not param_names
-        if names is not None and not (type(names) is list and all([isinstance(name, str) for name in names])):
+        if names is not None and not (type(names) is list and not [n for n in names if not isinstance(n, str)]):
             raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
         if names is not None and len(names) != len(params):
             raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
@@ -309,10 +318,9 @@ def _entries(key: Key, entries: Any) -> dict[Any, Any]:
     """Return the state of the parameter ``key``."""
     if type(entries) is dict:
         return entries
-    own: Any = plain(entries, f"the state of {described(key)}")
-    if type(own) is not dict:
-        raise ValueError(f"the state of {described(key)} must be a dict, got {described(own)}")
-    return own
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"the state of {described(key)} must be a dict, got {described(entries)}")
+    return dict(plain(entries, f"the state of {described(key)}"))
 
 
 def read(state_dict: Any) -> dict[str, Any]:
@@ -367,11 +375,13 @@ class ListedParam(NamedTuple):
 
 
 class SavedParam(NamedTuple):
-    """A parameter of a checkpoint and the optimizer's parameter of its name."""
+    """A parameter of a checkpoint, the optimizer's parameter, and the changes of its state in a load."""
 
     current: ListedParam
     saved: ListedParam
     entries: dict[str, Any]  # its state in the checkpoint, with implied entries; empty if it had none
+    new: dict[Any, Any]  # tensors that the optimizer's parameter lacks, and foreign entries
+    removed: list[Any]  # names of entries that are removed
 
 
 def match(
@@ -410,7 +420,8 @@ def match(
         blank = [k for k, v in state.items() if v is None or (type(v) is dict and not v)]
         kept = {k: v for k, v in state.items() if k not in blank or k not in known} if blank else state
         implied = groups[current[i].group].kind._implied_state
-        pairs.append(SavedParam(current[i], theirs[matches[i]], {**implied, **kept} if len(blank) < len(state) else {}))
+        entries = {**implied, **kept} if len(blank) < len(state) else {}
+        pairs.append(SavedParam(current[i], theirs[matches[i]], entries, {}, []))
     matched = {pair.saved.key for pair in pairs}
     missing = [param.name for i, param in enumerate(current) if i not in matches]
     return pairs, missing, [param.name for param in theirs if param.key not in matched]

@@ -9,7 +9,6 @@ called foreign, and are loaded as torch.optim does.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import copy
 import itertools
 from collections import ChainMap
@@ -25,7 +24,6 @@ from compiled_optim.checkpoint.group_values import GroupChange, copied, group_ch
 from compiled_optim.checkpoint.read import (
     FLOATING,
     Checkpoint,
-    ListedParam,
     SavedParam,
     Unloadable,
     as_buffer,
@@ -58,11 +56,11 @@ from compiled_optim.state import (
     stored_part,
 )
 
-Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
-"""Tensors, each with the tensor that is copied into it, or the number that fills it."""
+Copies: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Tensors, each with the tensor that is copied into it."""
 
-Values: TypeAlias = dict[str, float | Tensor]
-"""Entries of a parameter's state by name: tensors, and numbers for scalars and for buffers that are filled."""
+Fills: TypeAlias = list[tuple[Tensor, float]]
+"""Tensors, each with the number that fills it."""
 
 _CODED = code_name(""), scale_name("")  # the suffixes of the names of codes and of their scales
 
@@ -84,15 +82,6 @@ class LoadReport(NamedTuple):
     changed: list[str]
 
 
-class ParamChange(NamedTuple):
-    """What a load changes in the entries of one parameter, besides the copies into its tensors."""
-
-    current: ListedParam
-    saved: ListedParam
-    new: dict[Any, Any]  # tensors that the parameter lacks, and foreign entries
-    removed: list[Any]  # names of entries that are removed
-
-
 @dataclass
 class PreparedLoad:
     """A load. Everything is checked and allocated, so that writing cannot fail; nothing is written yet."""
@@ -101,62 +90,61 @@ class PreparedLoad:
     groups: Sequence[ParamGroup]
     state: OptimizerState
     foreign: dict[Any, Any]  # the foreign state
+    params: list[SavedParam]
     group_values: dict[int, dict[str, Any]]  # by index of the group; numbers are Python's
-    params: list[ParamChange]
-    copies: Copies  # into state tensors, live or new
+    copies: Copies = field(default_factory=list)  # into state tensors, live or new
+    fills: Fills = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
-class _Target(NamedTuple):
-    """What parameters in one group take from one group of the checkpoint."""
+def _check_state(load: PreparedLoad, saved: Checkpoint, saved_by: Any, every: frozenset[str]) -> None:
+    """Prepare the copies into the parameters' state for the groups' new values; report misfits by parameter name.
 
-    group: ParamGroup  # of the optimizer
+    ``every`` has the names of all optimizers' entries. In a group that was ``saved_by`` a class of the same name, only that
+    class's names count, and other entries are a user's.
+    """
+    targets: dict[tuple[int, int], _Target] = {}
+    for param in load.params:
+        index, theirs = key = param.current.group, param.saved.group
+        if key not in targets:
+            group, loaded, entries = load.groups[index], load.group_values[index], saved.groups[theirs].entries
+            kind, declaration = group.kind, group.kind._declaration
+            is_same_class = entries.get(RULE, saved_by) == kind.__name__
+            targets[key] = _Target(
+                initial_values(declaration, ChainMap(loaded, group)),
+                StateForm.of_group(declaration, load.groups, index, loaded),
+                frozenset(kind._state_names()) if is_same_class else every,
+                {name for name, value in entries.items() if value is False},
+                bool(loaded.keys() & declaration.loaded_options.keys()),
+            )
+        _check_param(load, param, targets[key])
+
+
+class _Target(NamedTuple):
+    """What parameters in one group of an optimizer take from one group of a checkpoint."""
+
     initial: Mapping[str, float | Tensor]
     form_of: Callable[[int], StateForm]
-    known: frozenset[str]  # names of entries of optimizers; any other entry is a user's
-    off: frozenset[str]  # options that are off in the checkpoint's group
+    known: frozenset[str]  # names of entries; any other entry is a user's
+    off: Collection[str]  # options that are off in the checkpoint's group
     takes_options: bool  # which may give buffers other shapes
 
 
-def _target(
-    groups: Sequence[ParamGroup],
-    current: int,
-    saved: Mapping[str, Any],
-    loaded: Mapping[str, Any],
-    saved_by: Any,
-    every: frozenset[str],
-) -> _Target:
-    """Return what parameters of ``groups[current]`` take from the entries ``saved`` of a group.
+def _check_param(load: PreparedLoad, param: SavedParam, target: _Target) -> None:
+    """Prepare the copies into the state of one parameter.
 
-    ``loaded`` are the values that the group takes, and ``every`` has the names of all optimizers' entries. Of a group that
-    was ``saved_by`` a class of the same name only that class's names count.
+    It takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has is reported, and the
+    others are taken.
     """
-    group = groups[current]
-    kind, declaration = group.kind, group.kind._declaration
-    return _Target(
-        group,
-        initial_values(declaration, ChainMap(loaded, group)),  # type: ignore[arg-type]
-        StateForm.of_group(declaration, groups, current, loaded),
-        frozenset(kind._state_names()) if saved.get(RULE, saved_by) == kind.__name__ else every,
-        frozenset([name for name, value in saved.items() if value is False]),
-        bool(loaded.keys() & declaration.loaded_options.keys()),
-    )
-
-
-def _param_change(
-    param: SavedParam, target: _Target, live: Mapping[str, Any], problems: list[str]
-) -> tuple[ParamChange, Copies]:
-    """Return what a load changes in the entries ``live`` of a parameter, and the copies. Add refusals to ``problems``.
-
-    The parameter takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has is reported,
-    and the others are taken.
-    """
-    tensor, name, known = param.current.key, param.current.name, target.known
-    change, copies, values = ParamChange(param.current, param.saved, {}, []), Copies(), Values()
+    (tensor, name, known), problems = (param.current.key, param.current.name, target.known), load.report.mismatched
     if tensor.is_meta and not any([isinstance(v, Tensor) and v.dim() and not v.is_meta for v in param.entries.values()]):
-        return change, copies  # nothing to copy, and no memory to copy it to
-    foreign = {key: value for key, value in param.entries.items() if key not in known}
-    entries = {key: value for key, value in param.entries.items() if key in known} if foreign else param.entries
+        return  # nothing to copy, and no memory to copy it to
+    live: Mapping[str, Any] = load.state.get(tensor, {})
+    entries, foreign = param.entries, dict[Any, Any]()
+    if not entries.keys() <= known:
+        foreign = {key: value for key, value in entries.items() if key not in known}
+        entries = {key: value for key, value in entries.items() if key in known}
+    numbers, tensors = dict[str, float](), dict[str, Tensor]()
     try:
         if not (reason := obstacle(tensor)):
             form = target.form_of(param.current.index)
@@ -164,26 +152,28 @@ def _param_change(
             live = {key: value for key, value in live.items() if key not in reshaped} if reshaped else live
             entries = _as_chosen(form, entries)
             if entries or (foreign and tensor.requires_grad):
-                values = _values(form, entries, target.off)
-            if values or (live and tensor.requires_grad):
-                copies = _copies(form, live, change.new, values, target.initial)
+                numbers, tensors = _values(form, entries, target.off)
+            if numbers or tensors or (live and tensor.requires_grad):
+                copies, fills = _copies(form, live, param.new, numbers, tensors, target.initial)
+                load.copies += copies
+                load.fills += fills
         elif entries:
             raise Unloadable(reason)
     except Unloadable as problem:
+        param.new.clear()
         problems.append(f"{name}: {problem}")
-        return ParamChange(param.current, param.saved, {}, []), Copies()
-    if absent := [key for key in entries if key not in values]:
+        return
+    if absent := [key for key in entries if key not in numbers and key not in tensors]:
         problems.append(f"{name}: the optimizer has no {', '.join(absent)} for it")
     for key, value in foreign.items():
         what = key if isinstance(key, str) else described(key)
         try:
             with naming(what, "cannot be copied"), outside_inference_mode():
-                change.new[key] = _on(tensor, value, what)
+                param.new[key] = _on(tensor, value, what)
         except Unloadable as problem:
             problems.append(f"{name}: {problem}")
     if param.entries or tensor.requires_grad:
-        change.removed.extend([key for key in live if key not in known and key not in foreign])
-    return change, copies
+        param.removed.extend([key for key in live if key not in known and key not in foreign])
 
 
 def _reset_reshaped(load: PreparedLoad) -> None:
@@ -220,8 +210,8 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
     return copy.deepcopy(value)
 
 
-def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> Values:
-    """Return the values of ``saved`` to copy into the state of a parameter: all that it needs.
+def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> tuple[dict[str, float], dict[str, Tensor]]:
+    """Return the scalars and buffers of ``saved`` to copy into the state of a parameter: all that it needs.
 
     Unneeded buffers are accepted if a hyperparameter that was not 0, or an option that was ``off``, left them. The extra
     bits of a weight may be absent. Any other absent or invalid entry is :class:`Unloadable`.
@@ -229,49 +219,58 @@ def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> 
     declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
-    values: Values = {name: as_number(saved[name], name) for name in scalars}
-    if "step" in values and values["step"] < 0:
-        raise Unloadable(f"step is {values['step']}")
-    for b in [buffer for buffer in declaration.buffers if buffer.name in saved]:
-        if b.name in needed or (isinstance(b.when, str) and (b.when in declaration.structural_hypers or b.when in off)):
-            values[b.name] = as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
-    return values
+    numbers = {name: as_number(saved[name], name) for name in scalars}
+    if "step" in numbers and numbers["step"] < 0:
+        raise Unloadable(f"step is {numbers['step']}")
+    tensors = {
+        b.name: as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
+        for b in declaration.buffers
+        if b.name in saved
+        and (b.name in needed or (isinstance(b.when, str) and (b.when in declaration.structural_hypers or b.when in off)))
+    }
+    return numbers, tensors
 
 
 def _copies(
-    form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: Values, initial: Mapping[str, float | Tensor]
-) -> Copies:
-    """Return the copies of ``values`` into ``live``, the state of a parameter, and ``new``, which gets the tensors it lacks.
+    form: StateForm,
+    live: Mapping[str, Any],
+    new: dict[Any, Any],
+    numbers: Mapping[str, float],
+    tensors: Mapping[str, Tensor],
+    initial: Mapping[str, float | Tensor],
+) -> tuple[Copies, Fills]:
+    """Return what writes ``numbers`` and ``tensors`` into ``live``, a parameter's state, and into ``new``, which it lacks.
 
-    Without ``values``, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the
-    state dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable
-    step is replaced. Extra bits of a weight (:data:`PARTS`) are kept if ``values`` have none: a step checks that they fit
-    the parameter.
+    Without them, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the state
+    dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable step is
+    replaced. Extra bits of a weight (:data:`PARTS`) are kept if ``tensors`` have none: a step checks that they fit the
+    parameter.
     """
-    if values:
-        is_inference = torch.is_inference_mode_enabled()
-        with naming("the optimizer's own state"), outside_inference_mode() if is_inference else contextlib.nullcontext():
-            new |= form.missing({*form.buffers, *values}, live, initial)
-    copies: Copies = []
-    was_stepped = "step" in values and values["step"] == 0 and "step" in live and live["step"].item() != 0
+    if numbers or tensors:
+        missing = outside_inference_mode()(form.missing) if torch.is_inference_mode_enabled() else form.missing
+        with naming("the optimizer's own state"):
+            new |= missing({*form.buffers, *tensors}, live, initial)
+    copies, fills = Copies(), Fills()
+    was_stepped = "step" in numbers and numbers["step"] == 0 and "step" in live and live["step"].item() != 0
     fields = {buffer.name: buffer for buffer in form.declaration.buffers}
     for name in [name for name in initial if name in new or name in live]:
-        if name in PARTS and name not in values:
-            continue
         target: Tensor = new[name] if name in new else live[name]
-        source = values[name] if name in values else float(initial[name])
-        if was_stepped and is_same(target, source):
-            source = float(initial[name])
-        # The shape of a source has been checked.
-        shape = (
-            tuple(source.shape) if isinstance(source, Tensor) else form.shape_of(fields[name]) if name in fields else None
-        )
-        check_writable(target, f"the optimizer's own {name}", shape, source)
+        what = f"the optimizer's own {name}"
+        if is_copied := name in tensors and not (was_stepped and is_same(target, tensors[name])):
+            check_writable(target, what, tensors[name].shape, tensors[name])
+        elif name in PARTS and name not in tensors:
+            continue
+        else:
+            number = numbers[name] if name in numbers else float(initial[name])
+            check_fillable(target, what, form.shape_of(fields[name]) if name in fields else None, number)
         if target.requires_grad:
             with outside_inference_mode():
                 target = new[name] = torch.empty_like(target)
-        copies.append((target, source))
-    return copies
+        if is_copied:
+            copies.append((target, tensors[name]))
+        else:
+            fills.append((target, number))
+    return copies, fills
 
 
 def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
@@ -283,9 +282,12 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: an entry that must be converted is invalid, such as a negative scale.
     """
-    is_plain = not any([n in PARTS or n.endswith(_CODED) or getattr(v, "dtype", None) in CODES for n, v in saved.items()])
-    if is_plain and not (form.choices.get("weights") or form.choices.get("state_dtype")):
-        return saved
+    if not (form.choices.get("weights") or form.choices.get("state_dtype")):
+        own = {*form.declaration.scalar_names, *form.buffers}
+        dtypes = [v.dtype if type(v) in TORCH_TYPES else getattr(v, "dtype", None) for v in saved.values()]
+        stored_names = [name for name in saved if name not in own and (name in PARTS or name.endswith(_CODED))]
+        if not stored_names and not CODES.keys() & dtypes:
+            return saved
     param = form.param
     stored: dict[str, Tensor] = {}
     if (name := stored_part({name: value for name, value in saved.items() if value is not None})) is not None:
@@ -328,41 +330,40 @@ def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) 
     return {name: codes, scale: scales}
 
 
-def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
-    """Raise :class:`Unloadable` if writing ``source`` into ``target``, called ``what``, would fail.
-
-    Without a ``shape`` any is accepted.
-    """
-    if type(target) in TORCH_TYPES and (target.dtype == torch.float64 or isinstance(source, Tensor)):
-        _check_target(target, what, shape, source)
-        return
-    with naming(what, "cannot be written"):
-        _check_target(target, what, shape, source)
-        if not isinstance(source, Tensor):
-            # Two elements: a single one takes a number that is too large for its dtype, as infinity.
-            fill(torch.empty(2, dtype=target.dtype, device="cpu"), source)
-
-
-def _check_target(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
-    check_memory(target, what)
-    if shape is not None and target.shape != shape:
-        raise Unloadable(f"{what} has shape {tuple(target.shape)} instead of {shape}")
-    if not target.is_contiguous() and any([n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)]):
-        raise Unloadable(f"{what} has elements that share memory")
-    if target.is_inference() and not torch.is_inference_mode_enabled():
-        raise Unloadable(f"{what} was made in inference mode")
-    if (
-        isinstance(source, Tensor)
-        and target.dtype != source.dtype
-        and not (target.is_floating_point() or target.is_complex())
-    ):
+def check_writable(target: Tensor, what: str, shape: tuple[int, ...], source: Tensor) -> None:
+    """Raise :class:`Unloadable` if a copy of ``source`` into ``target``, called ``what``, would fail."""
+    if type(target) in TORCH_TYPES:
+        _check_target(target, what, shape)
+    else:
+        with naming(what, "cannot be written"):
+            _check_target(target, what, shape)
+    if target.dtype != source.dtype and not (target.dtype.is_floating_point or target.dtype.is_complex):
         raise Unloadable(f"{what} is {target.dtype} instead of {source.dtype}")
 
 
-def is_same(a: Tensor, b: float | Tensor) -> bool:
+def check_fillable(target: Tensor, what: str, shape: tuple[int, ...] | None, number: float) -> None:
+    """Raise :class:`Unloadable` if a fill of ``target``, called ``what``, would fail. Without a ``shape`` any is allowed."""
+    if type(target) in TORCH_TYPES and target.dtype == torch.float64:
+        _check_target(target, what, shape)
+        return
+    with naming(what, "cannot be written"):
+        _check_target(target, what, shape)
+        # Two elements: a single one takes a number that is too large for its dtype, as infinity.
+        fill(torch.empty(2, dtype=target.dtype, device="cpu"), number)
+
+
+def _check_target(target: Tensor, what: str, shape: tuple[int, ...] | None) -> None:
+    is_contiguous = check_memory(target, what) or target.is_contiguous()
+    if shape is not None and target.shape != shape:
+        raise Unloadable(f"{what} has shape {tuple(target.shape)} instead of {shape}")
+    if not is_contiguous and any([n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)]):
+        raise Unloadable(f"{what} has elements that share memory")
+    if target.is_inference() and not torch.is_inference_mode_enabled():
+        raise Unloadable(f"{what} was made in inference mode")
+
+
+def is_same(a: Tensor, b: Tensor) -> bool:
     """Return True if two tensors of one shape have the same address, strides, dtype and placements of shards."""
-    if not isinstance(b, Tensor):
-        return False
     local_a, local_b = local(a), local(b)
     in_place = (local_a.data_ptr(), local_a.stride(), a.dtype) == (local_b.data_ptr(), local_b.stride(), b.dtype)
     return in_place and placement(a) == placement(b)
@@ -398,27 +399,30 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
         raise ValueError("; ".join([demand, *parts]))
 
 
-def copy_all(copies: Copies) -> None:
-    """Copy each source into its target, as if all at once. DTensors are sharded one at a time.
+def copy_all(copies: Copies, fills: Sequence[tuple[Tensor, float]] = ()) -> None:
+    """Copy each source into its target, and fill others, as if all at once. DTensors are sharded one at a time.
 
     A source that shares memory with a target, as live tensors of a state dict may, is cloned before anything is written.
     """
-    spans = [(_span(target), _span(source) if isinstance(source, Tensor) else (-1, -1)) for target, source in copies]
-    known = zip(copies, spans, strict=True)
-    moving = [(*pair, into, of) for pair, (into, of) in known if into[0] != of[0] or not is_same(*pair)]
-    targets = sorted([into for _, _, into, _ in moving])
+    spans = zip([_span(target) for target, _ in copies], [_span(source) for _, source in copies], strict=True)
+    pairs = zip(copies, spans, strict=True)
+    moving = [(*copy, into, of) for copy, (into, of) in pairs if into[0] != of[0] or not is_same(*copy)]
+    targets = sorted([*[into for _, _, into, _ in moving], *[_span(target) for target, _ in fills]])
     starts, ends = [start for start, _ in targets], [*itertools.accumulate([end for _, end in targets], max)]
     disjoint = []
     for target, source, _, (start, end) in moving:
-        # Of the targets that begin before the end of the source, one may end behind its start.
-        is_shared = isinstance(source, Tensor) and (count := bisect.bisect_left(starts, end)) and ends[count - 1] > start
-        disjoint.append((target, source.clone() if isinstance(source, Tensor) and is_shared else source))
+        count = bisect.bisect_left(starts, end)  # of targets that begin before the source ends
+        disjoint.append((target, source.clone() if count and ends[count - 1] > start else source))
     for target, source in disjoint:
-        target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+        target.copy_(spread_like(source, target))
+    for target, number in fills:
+        fill(target, number)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
-    return span(tensor if type(tensor) in TORCH_TYPES else local(tensor))
+    if type(tensor) in TORCH_TYPES and tensor.is_contiguous():
+        return (start := tensor.data_ptr()), start + tensor.nbytes
+    return span(local(tensor))
 
 
 @torch.no_grad()
@@ -427,7 +431,7 @@ def write(*loads: PreparedLoad) -> None:
     for load in loads:
         for index, values in load.group_values.items():
             load.groups[index].refuse_capture(values)
-    copy_all([pair for load in loads for pair in load.copies])
+    copy_all([pair for load in loads for pair in load.copies], [pair for load in loads for pair in load.fills])
     for load in loads:
         for index, values in load.group_values.items():
             for key, value in values.items():
@@ -469,21 +473,12 @@ def prepare_load(
         others = {k: value for k, value in source.foreign.items() if k not in orphans} if orphans else source.foreign
         foreign = {k: copied(value, f"the state of {described(k)}") for k, value in others.items()}
         saved = translated(source, declaration)
-        pairs, missing, unexpected = match(groups, aliases, saved, every)
+        params, missing, unexpected = match(groups, aliases, saved, every)
         report = LoadReport(missing, [*unexpected, *[f"the state of {described(key)}" for key in orphans]], [], [])
-        changes = _group_changes(
-            groups, pairs, saved, keep=hyperparameters == "keep", native="format_version" in source.others
-        )
-        load = PreparedLoad(report, groups, state, foreign, {i: each.values for i, each in changes.items()}, [], [])
-        targets: dict[tuple[int, int], _Target] = {}
-        for pair in pairs:
-            index, theirs = key = pair.current.group, pair.saved.group
-            if key not in targets:
-                entries, loaded = saved.groups[theirs].entries, load.group_values[index]
-                targets[key] = _target(groups, index, entries, loaded, source.others.get("optimizer"), every)
-            change, copies = _param_change(pair, targets[key], state.get(pair.current.key, {}), report.mismatched)
-            load.params.append(change)
-            load.copies += copies
+        is_native, keep = "format_version" in source.others, hyperparameters == "keep"
+        changes = _group_changes(groups, params, saved, keep=keep, native=is_native)
+        load = PreparedLoad(report, groups, state, foreign, params, {i: each.values for i, each in changes.items()})
+        _check_state(load, saved, source.others.get("optimizer"), every)
         _reset_reshaped(load)
         for index, each in changes.items():
             report.mismatched.extend([f"{groups[index].label}: {problem}" for problem in each.problems])
@@ -499,16 +494,16 @@ def prepare_load(
 
 
 def _group_changes(
-    groups: Sequence[ParamGroup], pairs: Sequence[SavedParam], saved: Checkpoint, *, keep: bool, native: bool
+    groups: Sequence[ParamGroup], params: Sequence[SavedParam], saved: Checkpoint, *, keep: bool, native: bool
 ) -> dict[int, GroupChange]:
     """Return, by index, what groups take from those groups of a checkpoint that their parameters were in."""
     sources: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for pair in pairs:
-        sources.setdefault(pair.current.group, {})[pair.saved.group] = saved.groups[pair.saved.group].entries
+    for param in params:
+        sources.setdefault(param.current.group, {})[param.saved.group] = saved.groups[param.saved.group].entries
     changes = {
         index: group_change(groups, index, [*by_index.values()], keep=keep, native=native)
         for index, by_index in sources.items()
     }
     for tensor, what, number in [target for change in changes.values() for target in change.targets]:
-        check_writable(tensor, what, (), number)
+        check_fillable(tensor, what, (), number)
     return changes
