@@ -53,25 +53,16 @@ def group_change(
         ValueError, TypeError: a value cannot be read, or is invalid for its hyperparameter.
     """
     group, change = groups[index], GroupChange({}, [], [], [])
-    if not keep:
-        _take(change, groups, index, saved, native=native)
-    for name in group.kind._modes:
+    (values, _, problems, changed), kind, declaration = change, group.kind, group.kind._declaration
+    for name in kind._modes:
         modes = [g.get(name, True) for g in saved]
         if foreign := [mode for mode in modes if not isinstance(mode, bool)]:
             raise Unloadable(f"{name} of {group.label} is {described(foreign[0])} instead of a bool")
-        change.values[name] = modes[0]
+        values[name] = modes[0]
         if len(set(modes)) > 1:
-            change.problems.append(f"its parameters were in groups with different {name}")
-    return change
-
-
-def _take(
-    change: GroupChange, groups: Sequence[ParamGroup], index: int, saved: Sequence[Mapping[str, Any]], *, native: bool
-) -> None:
-    """Fill ``change`` with all but modes."""
-    values, _, problems, changed = change
-    group = groups[index]
-    kind, declaration = group.kind, group.kind._declaration
+            problems.append(f"its parameters were in groups with different {name}")
+    if keep:
+        return change
     hypers = {h.name: h for h in declaration.hypers}
     shared = set(saved[0]).intersection(*saved[1:])
     if absent := [h.name for h in declaration.hypers if not h.when and h.name not in shared]:
@@ -82,19 +73,19 @@ def _take(
         copies = (copied(g[key], f"{key} of {group.label}") for g in saved if key in g)
         if (other := next((value for value in copies if not _equal(value, group[key])), None)) is not None:
             problems.append(f"{key} is {described(other)} in the checkpoint")
-    values |= _options(change, groups, index, saved, native=native)
-    after = ChainMap(values, group) if values else group
+    values |= (options := _options(change, groups, index, saved, native=native))
+    after = ChainMap(options, group) if options else group
     for option in declaration.options:
         if option.name in shared and option.name not in declaration.loaded_options:
             loaded, current = built_in(saved[0][option.name]), group.get(option.name, option.default)
             if not _equal(loaded, current):
                 stays = f"{option.name} is {described(loaded)} in the checkpoint, stays {described(current)}"
                 changed.append(f"{group.label}: {stays}")
-    foreign = foreign_options(saved, kind._all_fields)
-    for name, value in foreign.items():
+    unknown = foreign_options(saved, kind._all_fields)
+    for name, value in unknown.items():
         problems.append(f"the checkpoint's {name}={described(value)} has no counterpart")
     chosen = (*declaration.statics, *declaration.scales, *declaration.options)
-    skipped = {*kind._group_flags, *kind._modes, *[c.name for c in chosen], RULE, *foreign}
+    skipped = {*kind._group_flags, *kind._modes, *[c.name for c in chosen], RULE, *unknown}
     skipped |= {
         h.name for h in hypers.values() if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)])
     }
@@ -109,6 +100,7 @@ def _take(
         problems += decays
         kept += ["weight_decay", "max_lr"]
     values |= {key: each[0] for key, each in taken.items() if key not in kept}
+    return change
 
 
 def _options(

@@ -482,8 +482,8 @@ def _check_repeats(current: Sequence[ListedParam], saved_groups: Sequence[SavedG
         if len({*group.params}) < len(group.params):
             if group.is_named:
                 refuse_repeated(group.params)
-            pairs = {*zip(group.params, group.names or (), strict=True)}
-            refuse_repeated([param for param, _ in {(param, owners[name]) for param, name in pairs if name in owners}])
+            pairs = zip(group.params, group.names or (), strict=True)
+            refuse_repeated([p for p, _ in dict.fromkeys([(p, owners[name]) for p, name in pairs if name in owners])])
 
 
 def _match_names(current: Sequence[ListedParam], saved: Sequence[ListedParam]) -> dict[int, int]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import bisect
 import copy
+import functools
 import itertools
 from collections import ChainMap
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -20,7 +21,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.group_values import GroupChange, copied, group_change
+from compiled_optim.checkpoint.group_values import copied, group_change
 from compiled_optim.checkpoint.read import (
     FLOATING,
     Checkpoint,
@@ -56,11 +57,11 @@ from compiled_optim.state import (
     stored_part,
 )
 
-Copies: TypeAlias = list[tuple[Tensor, Tensor]]
-"""Tensors, each with the tensor that is copied into it."""
+Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
+"""Tensors, each with the tensor that is copied into it, or the number that fills it."""
 
-Fills: TypeAlias = list[tuple[Tensor, float]]
-"""Tensors, each with the number that fills it."""
+Values: TypeAlias = dict[str, float | Tensor]
+"""Entries of a parameter's state by name: tensors, and numbers for scalars and for buffers that are filled."""
 
 _CODED = code_name(""), scale_name("")  # the suffixes of the names of codes and of their scales
 
@@ -93,7 +94,6 @@ class PreparedLoad:
     params: list[SavedParam]
     group_values: dict[int, dict[str, Any]]  # by index of the group; numbers are Python's
     copies: Copies = field(default_factory=list)  # into state tensors, live or new
-    fills: Fills = field(default_factory=list)
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
@@ -103,21 +103,21 @@ def _check_state(load: PreparedLoad, saved: Checkpoint, saved_by: Any, every: fr
     ``every`` has the names of all optimizers' entries. In a group that was ``saved_by`` a class of the same name, only that
     class's names count, and other entries are a user's.
     """
-    targets: dict[tuple[int, int], _Target] = {}
+
+    @functools.cache
+    def of_group(index: int, theirs: int) -> _Target:
+        group, loaded, entries = load.groups[index], load.group_values[index], saved.groups[theirs].entries
+        kind, declaration = group.kind, group.kind._declaration
+        return _Target(
+            initial_values(declaration, ChainMap(loaded, group)),
+            StateForm.of_group(declaration, load.groups, index, loaded),
+            frozenset(kind._state_names()) if entries.get(RULE, saved_by) == kind.__name__ else every,
+            {name for name, value in entries.items() if value is False},
+            bool(loaded.keys() & declaration.loaded_options.keys()),
+        )
+
     for param in load.params:
-        index, theirs = key = param.current.group, param.saved.group
-        if key not in targets:
-            group, loaded, entries = load.groups[index], load.group_values[index], saved.groups[theirs].entries
-            kind, declaration = group.kind, group.kind._declaration
-            is_same_class = entries.get(RULE, saved_by) == kind.__name__
-            targets[key] = _Target(
-                initial_values(declaration, ChainMap(loaded, group)),
-                StateForm.of_group(declaration, load.groups, index, loaded),
-                frozenset(kind._state_names()) if is_same_class else every,
-                {name for name, value in entries.items() if value is False},
-                bool(loaded.keys() & declaration.loaded_options.keys()),
-            )
-        _check_param(load, param, targets[key])
+        _check_param(load, param, of_group(param.current.group, param.saved.group))
 
 
 class _Target(NamedTuple):
@@ -144,7 +144,7 @@ def _check_param(load: PreparedLoad, param: SavedParam, target: _Target) -> None
     if not entries.keys() <= known:
         foreign = {key: value for key, value in entries.items() if key not in known}
         entries = {key: value for key, value in entries.items() if key in known}
-    numbers, tensors = dict[str, float](), dict[str, Tensor]()
+    values: Values = {}
     try:
         if not (reason := obstacle(tensor)):
             form = target.form_of(param.current.index)
@@ -152,18 +152,16 @@ def _check_param(load: PreparedLoad, param: SavedParam, target: _Target) -> None
             live = {key: value for key, value in live.items() if key not in reshaped} if reshaped else live
             entries = _as_chosen(form, entries)
             if entries or (foreign and tensor.requires_grad):
-                numbers, tensors = _values(form, entries, target.off)
-            if numbers or tensors or (live and tensor.requires_grad):
-                copies, fills = _copies(form, live, param.new, numbers, tensors, target.initial)
-                load.copies += copies
-                load.fills += fills
+                values = _values(form, entries, target.off)
+            if values or (live and tensor.requires_grad):
+                load.copies += _copies(form, live, param.new, values, target.initial)
         elif entries:
             raise Unloadable(reason)
     except Unloadable as problem:
         param.new.clear()
         problems.append(f"{name}: {problem}")
         return
-    if absent := [key for key in entries if key not in numbers and key not in tensors]:
+    if absent := [key for key in entries if key not in values]:
         problems.append(f"{name}: the optimizer has no {', '.join(absent)} for it")
     for key, value in foreign.items():
         what = key if isinstance(key, str) else described(key)
@@ -207,11 +205,11 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
         return {key: _on(param, element, what) for key, element in value.items()}
     if type(value) in (list, tuple):
         return type(value)([_on(param, element, what) for element in value])
-    return copy.deepcopy(value)
+    return copied(value, what)
 
 
-def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> tuple[dict[str, float], dict[str, Tensor]]:
-    """Return the scalars and buffers of ``saved`` to copy into the state of a parameter: all that it needs.
+def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> Values:
+    """Return the values of ``saved`` to copy into the state of a parameter: all that it needs.
 
     Unneeded buffers are accepted if a hyperparameter that was not 0, or an option that was ``off``, left them. The extra
     bits of a weight may be absent. Any other absent or invalid entry is :class:`Unloadable`.
@@ -219,58 +217,45 @@ def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> 
     declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
-    numbers = {name: as_number(saved[name], name) for name in scalars}
-    if "step" in numbers and numbers["step"] < 0:
-        raise Unloadable(f"step is {numbers['step']}")
-    tensors = {
-        b.name: as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
-        for b in declaration.buffers
-        if b.name in saved
-        and (b.name in needed or (isinstance(b.when, str) and (b.when in declaration.structural_hypers or b.when in off)))
-    }
-    return numbers, tensors
+    values: Values = {name: as_number(saved[name], name) for name in scalars}
+    if "step" in values and values["step"] < 0:
+        raise Unloadable(f"step is {values['step']}")
+    for b in [buffer for buffer in declaration.buffers if buffer.name in saved]:
+        if b.name in needed or (isinstance(b.when, str) and (b.when in declaration.structural_hypers or b.when in off)):
+            values[b.name] = as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
+    return values
 
 
 def _copies(
-    form: StateForm,
-    live: Mapping[str, Any],
-    new: dict[Any, Any],
-    numbers: Mapping[str, float],
-    tensors: Mapping[str, Tensor],
-    initial: Mapping[str, float | Tensor],
-) -> tuple[Copies, Fills]:
-    """Return what writes ``numbers`` and ``tensors`` into ``live``, a parameter's state, and into ``new``, which it lacks.
+    form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: Values, initial: Mapping[str, float | Tensor]
+) -> Copies:
+    """Return the copies of ``values`` into ``live``, the state of a parameter, and ``new``, which gets the tensors it lacks.
 
-    Without them, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the state
-    dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable step is
-    replaced. Extra bits of a weight (:data:`PARTS`) are kept if ``tensors`` have none: a step checks that they fit the
-    parameter.
+    Without ``values``, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the
+    state dict holds the live buffers, which later steps have changed. A tensor that autograd recorded in a differentiable
+    step is replaced. Extra bits of a weight (:data:`PARTS`) are kept if ``values`` have none: a step checks that they fit
+    the parameter.
     """
-    if numbers or tensors:
+    if values:
         missing = outside_inference_mode()(form.missing) if torch.is_inference_mode_enabled() else form.missing
         with naming("the optimizer's own state"):
-            new |= missing({*form.buffers, *tensors}, live, initial)
-    copies, fills = Copies(), Fills()
-    was_stepped = "step" in numbers and numbers["step"] == 0 and "step" in live and live["step"].item() != 0
+            new |= missing({*form.buffers, *values}, live, initial)
+    copies: Copies = []
+    was_stepped = "step" in values and values["step"] == 0 and "step" in live and live["step"].item() != 0
     fields = {buffer.name: buffer for buffer in form.declaration.buffers}
-    for name in [name for name in initial if name in new or name in live]:
+    for name in [name for name in initial if (name in new or name in live) and (name in values or name not in PARTS)]:
         target: Tensor = new[name] if name in new else live[name]
-        what = f"the optimizer's own {name}"
-        if is_copied := name in tensors and not (was_stepped and is_same(target, tensors[name])):
-            check_writable(target, what, tensors[name].shape, tensors[name])
-        elif name in PARTS and name not in tensors:
-            continue
-        else:
-            number = numbers[name] if name in numbers else float(initial[name])
-            check_fillable(target, what, form.shape_of(fields[name]) if name in fields else None, number)
+        source = values[name] if name in values else float(initial[name])
+        if was_stepped and is_same(target, source):
+            source = float(initial[name])
+        check_writable(
+            target, f"the optimizer's own {name}", form.shape_of(fields[name]) if name in fields else None, source
+        )
         if target.requires_grad:
             with outside_inference_mode():
                 target = new[name] = torch.empty_like(target)
-        if is_copied:
-            copies.append((target, tensors[name]))
-        else:
-            fills.append((target, number))
-    return copies, fills
+        copies.append((target, source))
+    return copies
 
 
 def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
@@ -330,40 +315,33 @@ def _coded(form: StateForm, field: Buffer, name: str, saved: Mapping[str, Any]) 
     return {name: codes, scale: scales}
 
 
-def check_writable(target: Tensor, what: str, shape: tuple[int, ...], source: Tensor) -> None:
-    """Raise :class:`Unloadable` if a copy of ``source`` into ``target``, called ``what``, would fail."""
-    if type(target) in TORCH_TYPES:
-        _check_target(target, what, shape)
-    else:
+def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, source: float | Tensor) -> None:
+    """Raise :class:`Unloadable` if writing ``source`` into ``target``, called ``what``, would fail.
+
+    Without a ``shape`` any is accepted.
+    """
+    is_number = not isinstance(source, Tensor)
+    if type(target) not in TORCH_TYPES or (is_number and target.dtype != torch.float64):
         with naming(what, "cannot be written"):
-            _check_target(target, what, shape)
-    if target.dtype != source.dtype and not (target.dtype.is_floating_point or target.dtype.is_complex):
-        raise Unloadable(f"{what} is {target.dtype} instead of {source.dtype}")
-
-
-def check_fillable(target: Tensor, what: str, shape: tuple[int, ...] | None, number: float) -> None:
-    """Raise :class:`Unloadable` if a fill of ``target``, called ``what``, would fail. Without a ``shape`` any is allowed."""
-    if type(target) in TORCH_TYPES and target.dtype == torch.float64:
-        _check_target(target, what, shape)
-        return
-    with naming(what, "cannot be written"):
-        _check_target(target, what, shape)
-        # Two elements: a single one takes a number that is too large for its dtype, as infinity.
-        fill(torch.empty(2, dtype=target.dtype, device="cpu"), number)
-
-
-def _check_target(target: Tensor, what: str, shape: tuple[int, ...] | None) -> None:
-    is_contiguous = check_memory(target, what) or target.is_contiguous()
+            check_memory(target, what)
+            if is_number:  # two elements: a single one takes a number that is too large for its dtype, as infinity
+                fill(torch.empty(2, dtype=target.dtype, device="cpu"), source)
+    has_all = check_memory(target, what)
     if shape is not None and target.shape != shape:
         raise Unloadable(f"{what} has shape {tuple(target.shape)} instead of {shape}")
-    if not is_contiguous and any([n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)]):
+    if not has_all and any([n > 1 and s == 0 for n, s in zip(target.shape, target.stride(), strict=True)]):
         raise Unloadable(f"{what} has elements that share memory")
     if target.is_inference() and not torch.is_inference_mode_enabled():
         raise Unloadable(f"{what} was made in inference mode")
+    is_rounded = target.dtype.is_floating_point or target.dtype.is_complex
+    if not (is_number or is_rounded or target.dtype == source.dtype):  # type: ignore[union-attr]
+        raise Unloadable(f"{what} is {target.dtype} instead of {source.dtype}")  # type: ignore[union-attr]
 
 
-def is_same(a: Tensor, b: Tensor) -> bool:
+def is_same(a: Tensor, b: float | Tensor) -> bool:
     """Return True if two tensors of one shape have the same address, strides, dtype and placements of shards."""
+    if not isinstance(b, Tensor):
+        return False
     local_a, local_b = local(a), local(b)
     in_place = (local_a.data_ptr(), local_a.stride(), a.dtype) == (local_b.data_ptr(), local_b.stride(), b.dtype)
     return in_place and placement(a) == placement(b)
@@ -399,24 +377,23 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
         raise ValueError("; ".join([demand, *parts]))
 
 
-def copy_all(copies: Copies, fills: Sequence[tuple[Tensor, float]] = ()) -> None:
-    """Copy each source into its target, and fill others, as if all at once. DTensors are sharded one at a time.
+def copy_all(copies: Copies) -> None:
+    """Copy each source into its target, as if all at once. DTensors are sharded one at a time.
 
     A source that shares memory with a target, as live tensors of a state dict may, is cloned before anything is written.
     """
-    spans = zip([_span(target) for target, _ in copies], [_span(source) for _, source in copies], strict=True)
+    spans = [(_span(target), _span(source) if isinstance(source, Tensor) else (-1, -1)) for target, source in copies]
     pairs = zip(copies, spans, strict=True)
-    moving = [(*copy, into, of) for copy, (into, of) in pairs if into[0] != of[0] or not is_same(*copy)]
-    targets = sorted([*[into for _, _, into, _ in moving], *[_span(target) for target, _ in fills]])
+    moving = [(*copy, of, into) for copy, (into, of) in pairs if into[0] != of[0] or not is_same(*copy)]
+    targets = sorted([into for *_, into in moving])
     starts, ends = [start for start, _ in targets], [*itertools.accumulate([end for _, end in targets], max)]
-    disjoint = []
-    for target, source, _, (start, end) in moving:
+    disjoint: Copies = []
+    for target, source, (start, end), _ in moving:
         count = bisect.bisect_left(starts, end)  # of targets that begin before the source ends
-        disjoint.append((target, source.clone() if count and ends[count - 1] > start else source))
+        is_shared = isinstance(source, Tensor) and count and ends[count - 1] > start
+        disjoint.append((target, source.clone() if is_shared else source))  # type: ignore[union-attr]
     for target, source in disjoint:
-        target.copy_(spread_like(source, target))
-    for target, number in fills:
-        fill(target, number)
+        target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
@@ -431,7 +408,7 @@ def write(*loads: PreparedLoad) -> None:
     for load in loads:
         for index, values in load.group_values.items():
             load.groups[index].refuse_capture(values)
-    copy_all([pair for load in loads for pair in load.copies], [pair for load in loads for pair in load.fills])
+    copy_all([pair for load in loads for pair in load.copies])
     for load in loads:
         for index, values in load.group_values.items():
             for key, value in values.items():
@@ -476,13 +453,21 @@ def prepare_load(
         params, missing, unexpected = match(groups, aliases, saved, every)
         report = LoadReport(missing, [*unexpected, *[f"the state of {described(key)}" for key in orphans]], [], [])
         is_native, keep = "format_version" in source.others, hyperparameters == "keep"
-        changes = _group_changes(groups, params, saved, keep=keep, native=is_native)
-        load = PreparedLoad(report, groups, state, foreign, params, {i: each.values for i, each in changes.items()})
+        sources: dict[int, dict[int, Mapping[str, Any]]] = {}
+        for each in params:
+            sources.setdefault(each.current.group, {})[each.saved.group] = saved.groups[each.saved.group].entries
+        changes = {
+            index: group_change(groups, index, [*by_index.values()], keep=keep, native=is_native)
+            for index, by_index in sources.items()
+        }
+        for tensor, what, number in [target for change in changes.values() for target in change.targets]:
+            check_writable(tensor, what, (), number)
+        load = PreparedLoad(report, groups, state, foreign, params, {i: change.values for i, change in changes.items()})
         _check_state(load, saved, source.others.get("optimizer"), every)
         _reset_reshaped(load)
-        for index, each in changes.items():
-            report.mismatched.extend([f"{groups[index].label}: {problem}" for problem in each.problems])
-            report.changed.extend(each.changed)
+        for index, change in changes.items():
+            report.mismatched.extend([f"{groups[index].label}: {problem}" for problem in change.problems])
+            report.changed.extend(change.changed)
         have_names = all([group.names is not None and not group.is_named for group in saved.groups])
         if have_names and not any(["param_names" in group for group in groups]):
             taken = zip(groups, saved.groups, strict=False)
@@ -491,19 +476,3 @@ def prepare_load(
     if strict:
         refuse_mismatches(load.report, STRICTLY.format(declaration.name))
     return load
-
-
-def _group_changes(
-    groups: Sequence[ParamGroup], params: Sequence[SavedParam], saved: Checkpoint, *, keep: bool, native: bool
-) -> dict[int, GroupChange]:
-    """Return, by index, what groups take from those groups of a checkpoint that their parameters were in."""
-    sources: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for param in params:
-        sources.setdefault(param.current.group, {})[param.saved.group] = saved.groups[param.saved.group].entries
-    changes = {
-        index: group_change(groups, index, [*by_index.values()], keep=keep, native=native)
-        for index, by_index in sources.items()
-    }
-    for tensor, what, number in [target for change in changes.values() for target in change.targets]:
-        check_fillable(tensor, what, (), number)
-    return changes
