@@ -248,9 +248,8 @@ class Checkpoint(NamedTuple):
             raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
         version = others.get("format_version", FORMAT_VERSION)
         if not isinstance(version, int) or version > FORMAT_VERSION:
-            raise ValueError(
-                f"the checkpoint has format_version {described(version)}; this release reads up to {FORMAT_VERSION}"
-            )
+            what = f"format_version {described(version)}"
+            raise ValueError(f"the checkpoint has {what}; this release reads up to {FORMAT_VERSION}")
         keys = ("param_groups", "state", "aliases")
         groups, states, aliases = [plain(others.pop(key, {}), f"'{key}'") for key in keys]
         if type(groups) is not list or type(states) is not dict:
@@ -279,13 +278,13 @@ class Checkpoint(NamedTuple):
         if taken := self.state.keys() & self.foreign.keys():
             key = described(min(taken, key=str))
             raise ValueError(f"the state holds {key}, which is no parameter's state but has the key of one")
-        groups = []
-        for params, names, entries, is_named in self.groups:
-            further = {"param_names": [*names]} if names and not is_named else {}
-            groups.append({"params": [*params], **entries, **further})
-        state = {key: dict(entries) for key, entries in self.state.items()} | self.foreign
-        result = {"state": state, "param_groups": groups, **self.others}
-        return result | ({"aliases": self.aliases} if self.aliases else {})
+        groups = [
+            {"params": [*params], **entries, **({"param_names": [*names]} if names and not is_named else {})}
+            for params, names, entries, is_named in self.groups
+        ]
+        state = {key: {**entries} for key, entries in self.state.items()} | self.foreign
+        aliases = {"aliases": self.aliases} if self.aliases else {}
+        return {"state": state, "param_groups": groups, **self.others, **aliases}
 
     def named(self) -> Checkpoint:
         """Return the named form without prefixes of module wrappers; ``ValueError`` if names lack or are repeated."""
@@ -296,16 +295,13 @@ class Checkpoint(NamedTuple):
         canonical = {name: canonical_name(name) for name in (*names, *self.aliases)}
         if len(set(canonical.values())) < len(canonical):
             canonical = {name: name for name in canonical}
-        renamed = dict(
-            zip([p for group in self.groups for p in group.params], map(canonical.__getitem__, names), strict=True)
-        )
+        keys = [param for group in self.groups for param in group.params]
+        renamed = {key: canonical[name] for key, name in zip(keys, names, strict=True)}
         params = [tuple([renamed[param] for param in group.params]) for group in self.groups]
-        groups = [SavedGroup(own, own, group.entries, True) for own, group in zip(params, self.groups, strict=True)]
-        return self._replace(
-            groups=tuple(groups),
-            state={renamed[key]: entries for key, entries in self.state.items()},
-            aliases={canonical[alias]: canonical[name] for alias, name in self.aliases.items()},
-        )
+        groups = tuple([SavedGroup(p, p, group.entries, True) for p, group in zip(params, self.groups, strict=True)])
+        aliases = {canonical[alias]: canonical[name] for alias, name in self.aliases.items()}
+        state: dict[Key, dict[Any, Any]] = {renamed[key]: entries for key, entries in self.state.items()}
+        return self._replace(groups=groups, state=state, aliases=aliases)
 
     def refuse_foreign(self, form: str) -> None:
         """Raise ``ValueError`` if there is foreign state, which ``form`` cannot hold."""

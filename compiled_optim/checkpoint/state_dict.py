@@ -9,7 +9,6 @@ called foreign, and are loaded as torch.optim does.
 from __future__ import annotations
 
 import bisect
-import copy
 import functools
 import itertools
 from collections import ChainMap

@@ -173,9 +173,7 @@ for kind, (make, message) in NOT_COPIED.items():
     GROUPS[f"state beside, {kind}"] = Row(f"the state of 'hook' {message}", beside, forms=ALONE)
 GROUPS |= {
     "an option": Row(r"maximize of param_groups\[0\] is not a number", group(maximize="yes")),
-    "an option of others": Row(
-        r"\[0\]: the checkpoint's caution=True has no counterpart", group(caution=True), is_left=True
-    ),
+    "an option of others": Row("the checkpoint's caution=True has no counterpart", group(caution=True), is_left=True),
     "no lr": Row(r"param_groups\[0\]: the checkpoint has no lr for it", lambda s, g, e: g.pop("lr"), is_left=True),
     "another rule": Row(r"rule is 'Adam' in the checkpoint, and NAdam here", group(rule="Adam"), is_left=True),
     "state of others": Row("{b}: the optimizer has no kahan_comp for it", state(kahan_comp=torch.ones(SHAPE)), is_left=True),
@@ -205,6 +203,10 @@ class Unread(list[Any]):
         raise KeyError("nothing")
 
 
+def _second(saved: Any) -> Any:
+    return [*saved["state"]][1]
+
+
 FORM = {
     "no groups": Row("must be a dict with 'state' and 'param_groups'", lambda s, g, e: s.pop("param_groups")),
     "groups in a dict": Row("'param_groups' must be a list and 'state' a dict", top(param_groups={})),
@@ -212,7 +214,7 @@ FORM = {
     "a number of params": Row(r"param_groups\[0\] must be a dict with a list 'params'", group(params=1)),
     "a state dict as state": Row("its 'state' is a whole state dict", lambda s, g, e: s.update(state={**s})),
     "a list as state": Row(
-        "the state of .* must be a dict, got a list", lambda s, g, e: s["state"].update({[*s["state"]][1]: []})
+        "the state of .* must be a dict, got a list", lambda s, g, e: s["state"].update({_second(s): []})
     ),
     "an alias of a number": Row("'aliases' must be a dict name -> name, got a dict", top(aliases={"c": 1})),
     "a later version": Row("format_version 99; this release reads up to 1", top(format_version=99)),
@@ -239,7 +241,7 @@ FORM = {
     "a lying group": Row(r"param_groups\[0\] cannot be read", top(param_groups=[Liar({"params": [0]})])),
     "lying aliases": Row("'aliases' cannot be read", top(aliases=Liar({"c": "a"}))),
     "lying states": Row("'state' cannot be read", lambda s, g, e: s.update(state=Liar(s["state"]))),
-    "a lying state": Row("the state of .* cannot be read", lambda s, g, e: s["state"].update({[*s["state"]][1]: Liar(e)})),
+    "a lying state": Row("the state of .* cannot be read", lambda s, g, e: s["state"].update({_second(s): Liar(e)})),
     "state of no parameter": Row("unexpected: the state of 'c'", lambda s, g, e: s["state"].update(c=e), True, ALONE),
 }
 for key in ("aliases", "state", "param_groups"):
@@ -269,14 +271,7 @@ LBFGS = {
     "pairs of the checkpoint is nan": lambda s, g, e: e["exact"].update(pairs=math.nan),
 }
 OF_LBFGS = {message: Row(message, spoil, forms=INDEXED, kind=co.LBFGS) for message, spoil in LBFGS.items()}
-for shared in (
-    "a later version",
-    "a deep index",
-    "an index, twice",
-    "a name for two",
-    "state of no parameter",
-    "state under '0'",
-):
+for shared in ("a later version", "a deep index", "an index, twice", "state of no parameter", "state under '0'"):
     OF_LBFGS[shared] = FORM[shared]._replace(kind=co.LBFGS, forms=INDEXED[:1])
 ROWS = {
     f"{part}: {name}": row
