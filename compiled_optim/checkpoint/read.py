@@ -73,30 +73,22 @@ def described(value: Any, depth: int = 2) -> str:
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     """Return ``value``, called ``what``, as a float; :class:`Unloadable` if it is none, or must be ``finite`` and is not."""
-    if type(value) is float:
-        number = value
-    elif type(value) in TORCH_TYPES and value.dtype in (torch.float64, torch.float32):
-        number = _only_number(value, what)
-    else:
+    if isinstance(value, Tensor):
         with naming(what):
-            value = _only_number(value, what) if isinstance(value, Tensor) else value
+            check_memory(value, what)
+            value = full_tensor(value).detach().item() if value.numel() == 1 else None
+    if type(value) is not float:
+        with naming(what):
             is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
             if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have it, and lose a part
                 raise Unloadable(f"{what} is not a number")
             try:
-                number = float(value)
+                value = float(value)
             except OverflowError:
                 raise Unloadable(f"{what} is too large") from None
-    if finite and not math.isfinite(number):
-        raise Unloadable(f"{what} is {number}")
-    return number
-
-
-def _only_number(tensor: Tensor, what: str) -> Any:
-    check_memory(tensor, what)
-    if tensor.numel() != 1:
-        raise Unloadable(f"{what} is not a number")
-    return tensor.item() if type(tensor) in TORCH_TYPES else full_tensor(tensor).detach().item()
+    if finite and not math.isfinite(value):
+        raise Unloadable(f"{what} is {value}")
+    return float(value)
 
 
 def is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
@@ -111,25 +103,17 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
     The result shares memory with a DTensor or a tensor of torch's own classes; a tensor of any other class is copied.
     :class:`Unloadable` is raised if it is something else, or torch cannot copy it.
     """
-    if type(value) in TORCH_TYPES:
-        return _readable(value, what, dtypes)
     if not isinstance(value, Tensor):
         raise Unloadable(f"{what} is not a tensor")
     with naming(what):
-        tensor = _readable(value, what, dtypes)
-        return tensor if is_sharded(tensor) or type(tensor) in TORCH_TYPES else plain_copy(tensor)
-
-
-def _readable(tensor: Tensor, what: str, dtypes: Collection[torch.dtype]) -> Tensor:
-    has_all = check_memory(tensor, what)
-    if tensor.dtype not in dtypes:
-        raise Unloadable(f"{what} is {tensor.dtype}")
-    tensor = tensor.detach() if tensor.requires_grad else tensor
-    # The memory of such a tensor does not hold its numbers.
-    is_lazy = (
-        tensor.is_neg() or (tensor.dtype.is_complex and tensor.is_conj()) or not (has_all or not tensor._is_zerotensor())
-    )
-    return plain_copy(tensor) if is_lazy and not is_sharded(tensor) else tensor
+        has_all = check_memory(value, what)
+        if value.dtype not in dtypes:
+            raise Unloadable(f"{what} is {value.dtype}")
+        # The memory of such a tensor does not hold its numbers.
+        is_lazy = (
+            value.is_neg() or (value.dtype.is_complex and value.is_conj()) or not (has_all or not value._is_zerotensor())
+        )
+        return value.detach() if (type(value) in TORCH_TYPES and not is_lazy) or is_sharded(value) else plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -9,10 +9,9 @@ called foreign, and are loaded as torch.optim does.
 from __future__ import annotations
 
 import bisect
-import functools
 import itertools
 from collections import ChainMap
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -102,40 +101,35 @@ def _check_state(load: PreparedLoad, saved: Checkpoint, saved_by: Any, every: fr
     ``every`` has the names of all optimizers' entries. In a group that was ``saved_by`` a class of the same name, only that
     class's names count, and other entries are a user's.
     """
-
-    @functools.cache
-    def of_group(index: int, theirs: int) -> _Target:
-        group, loaded, entries = load.groups[index], load.group_values[index], saved.groups[theirs].entries
-        kind, declaration = group.kind, group.kind._declaration
-        return _Target(
-            initial_values(declaration, ChainMap(loaded, group)),
-            StateForm.of_group(declaration, load.groups, index, loaded),
-            frozenset(kind._state_names()) if entries.get(RULE, saved_by) == kind.__name__ else every,
-            {name for name, value in entries.items() if value is False},
-            bool(loaded.keys() & declaration.loaded_options.keys()),
-        )
-
+    forms = {}
+    for index, values in load.group_values.items():
+        group, declaration = load.groups[index], load.groups[index].kind._declaration
+        form_of = StateForm.of_group(declaration, load.groups, index, values)
+        forms[index] = form_of, initial_values(declaration, ChainMap(values, group))
     for param in load.params:
-        _check_param(load, param, of_group(param.current.group, param.saved.group))
+        index, options, kind = (
+            param.current.group,
+            saved.groups[param.saved.group].entries,
+            load.groups[param.current.group].kind,
+        )
+        known = frozenset(kind._state_names()) if options.get(RULE, saved_by) == kind.__name__ else every
+        _check_param(load, param, options, known, *forms[index])
 
 
-class _Target(NamedTuple):
-    """What parameters in one group of an optimizer take from one group of a checkpoint."""
-
-    initial: Mapping[str, float | Tensor]
-    form_of: Callable[[int], StateForm]
-    known: frozenset[str]  # names of entries; any other entry is a user's
-    off: Collection[str]  # options that are off in the checkpoint's group
-    takes_options: bool  # which may give buffers other shapes
-
-
-def _check_param(load: PreparedLoad, param: SavedParam, target: _Target) -> None:
-    """Prepare the copies into the state of one parameter.
+def _check_param(
+    load: PreparedLoad,
+    param: SavedParam,
+    options: Mapping[str, Any],
+    known: frozenset[str],
+    form_of: Callable[[int], StateForm],
+    initial: Mapping[str, float | Tensor],
+) -> None:
+    """Prepare the copies into the state of one parameter, saved by an optimizer with these ``options`` of its group.
 
     It takes nothing if one of its entries cannot be loaded. An entry that only another optimizer has is reported, and the
     others are taken.
     """
-    (tensor, name, known), problems = (param.current.key, param.current.name, target.known), load.report.mismatched
+    tensor, name, problems = param.current.key, param.current.name, load.report.mismatched
     if tensor.is_meta and not any([isinstance(v, Tensor) and v.dim() and not v.is_meta for v in param.entries.values()]):
         return  # nothing to copy, and no memory to copy it to
     live: Mapping[str, Any] = load.state.get(tensor, {})
@@ -146,14 +140,14 @@ def _check_param(load: PreparedLoad, param: SavedParam, target: _Target) -> None
     values: Values = {}
     try:
         if not (reason := obstacle(tensor)):
-            form = target.form_of(param.current.index)
-            reshaped = _reshaped(form, live) if target.takes_options else []
+            form = form_of(param.current.index)
+            reshaped = _reshaped(form, live) if param.current.group in _with_options(load) else []
             live = {key: value for key, value in live.items() if key not in reshaped} if reshaped else live
             entries = _as_chosen(form, entries)
             if entries or (foreign and tensor.requires_grad):
-                values = _values(form, entries, target.off)
+                values = _values(form, entries, options)
             if values or (live and tensor.requires_grad):
-                load.copies += _copies(form, live, param.new, values, target.initial)
+                load.copies += _copies(form, live, param.new, values, initial)
         elif entries:
             raise Unloadable(reason)
     except Unloadable as problem:
@@ -173,14 +167,20 @@ def _check_param(load: PreparedLoad, param: SavedParam, target: _Target) -> None
         param.removed.extend([key for key in live if key not in known and key not in foreign])
 
 
+def _with_options(load: PreparedLoad) -> list[int]:
+    """Return the indices of groups that take options, which may give buffers other shapes."""
+    kinds = {index: load.groups[index].kind._declaration for index in load.group_values}
+    return [
+        index for index, values in load.group_values.items() if not kinds[index].loaded_options.keys().isdisjoint(values)
+    ]
+
+
 def _reset_reshaped(load: PreparedLoad) -> None:
     """Reset parameters whose state has another shape under the options that their group takes."""
     new_entries = {each.current.key: each.new for each in load.params}
-    for index, values in load.group_values.items():
+    for index in _with_options(load):
         group = load.groups[index]
-        if not values.keys() & group.kind._declaration.loaded_options.keys():
-            continue
-        forms = StateForm.of_group(group.kind._declaration, load.groups, index, values)
+        forms = StateForm.of_group(group.kind._declaration, load.groups, index, load.group_values[index])
         for j, param in enumerate(group["params"]):
             live = load.state.get(param, {})
             if any([name not in new_entries.get(param, {}) for name in _reshaped(forms(j), live)]):
@@ -207,11 +207,11 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
     return copied(value, what)
 
 
-def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> Values:
+def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> Values:
     """Return the values of ``saved`` to copy into the state of a parameter: all that it needs.
 
-    Unneeded buffers are accepted if a hyperparameter that was not 0, or an option that was ``off``, left them. The extra
-    bits of a weight may be absent. Any other absent or invalid entry is :class:`Unloadable`.
+    Unneeded buffers are accepted if a hyperparameter that was not 0, or an option that is off in ``saved_group``, left them.
+    The extra bits of a weight may be absent. Any other absent or invalid entry is :class:`Unloadable`.
     """
     declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
@@ -220,7 +220,8 @@ def _values(form: StateForm, saved: Mapping[str, Any], off: Collection[str]) -> 
     if "step" in values and values["step"] < 0:
         raise Unloadable(f"step is {values['step']}")
     for b in [buffer for buffer in declaration.buffers if buffer.name in saved]:
-        if b.name in needed or (isinstance(b.when, str) and (b.when in declaration.structural_hypers or b.when in off)):
+        is_left = isinstance(b.when, str) and (b.when in declaration.structural_hypers or saved_group.get(b.when) is False)
+        if is_left or b.name in needed:
             values[b.name] = as_buffer(saved[b.name], b.name, form.shape_of(b), form.dtype_of(b))
     return values
 
@@ -445,9 +446,9 @@ def prepare_load(
     with naming("the state dict", passing=(ValueError, TypeError)):
         source, every, live = Checkpoint.of(state_dict).single(), known_names(*kinds), state.foreign
         # A live key is foreign, even if its value resembles a parameter's.
-        orphans = [k for k, value in source.foreign.items() if k not in live and is_orphan(k, value, every)]
-        others = {k: value for k, value in source.foreign.items() if k not in orphans} if orphans else source.foreign
-        foreign = {k: copied(value, f"the state of {described(k)}") for k, value in others.items()}
+        orphans = {k: v for k, v in source.foreign.items() if k not in live and is_orphan(k, v, every)}
+        others = {k: v for k, v in source.foreign.items() if k not in orphans}
+        foreign = {k: copied(v, f"the state of {described(k)}") for k, v in others.items()}
         saved = translated(source, declaration)
         params, missing, unexpected = match(groups, aliases, saved, every)
         report = LoadReport(missing, [*unexpected, *[f"the state of {described(key)}" for key in orphans]], [], [])
