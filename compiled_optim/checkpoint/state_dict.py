@@ -105,15 +105,11 @@ def _check_state(load: PreparedLoad, saved: Checkpoint, saved_by: Any, every: fr
     for index, values in load.group_values.items():
         group, declaration = load.groups[index], load.groups[index].kind._declaration
         form_of = StateForm.of_group(declaration, load.groups, index, values)
-        forms[index] = form_of, initial_values(declaration, ChainMap(values, group))
+        forms[index] = form_of, initial_values(declaration, ChainMap(values, group)), _takes_options(group, values)
     for param in load.params:
-        index, options, kind = (
-            param.current.group,
-            saved.groups[param.saved.group].entries,
-            load.groups[param.current.group].kind,
-        )
+        kind, options = load.groups[param.current.group].kind, saved.groups[param.saved.group].entries
         known = frozenset(kind._state_names()) if options.get(RULE, saved_by) == kind.__name__ else every
-        _check_param(load, param, options, known, *forms[index])
+        _check_param(load, param, options, known, *forms[param.current.group])
 
 
 def _check_param(
@@ -123,6 +119,7 @@ def _check_param(
     known: frozenset[str],
     form_of: Callable[[int], StateForm],
     initial: Mapping[str, float | Tensor],
+    takes_options: bool,
 ) -> None:
     """Prepare the copies into the state of one parameter, saved by an optimizer with these ``options`` of its group.
 
@@ -141,7 +138,7 @@ def _check_param(
     try:
         if not (reason := obstacle(tensor)):
             form = form_of(param.current.index)
-            reshaped = _reshaped(form, live) if param.current.group in _with_options(load) else []
+            reshaped = _reshaped(form, live) if takes_options else []
             live = {key: value for key, value in live.items() if key not in reshaped} if reshaped else live
             entries = _as_chosen(form, entries)
             if entries or (foreign and tensor.requires_grad):
@@ -167,20 +164,18 @@ def _check_param(
         param.removed.extend([key for key in live if key not in known and key not in foreign])
 
 
-def _with_options(load: PreparedLoad) -> list[int]:
-    """Return the indices of groups that take options, which may give buffers other shapes."""
-    kinds = {index: load.groups[index].kind._declaration for index in load.group_values}
-    return [
-        index for index, values in load.group_values.items() if not kinds[index].loaded_options.keys().isdisjoint(values)
-    ]
+def _takes_options(group: ParamGroup, values: Mapping[str, Any]) -> bool:
+    """Return True if a group takes options with the ``values`` of a load. These may give its buffers other shapes."""
+    return bool(values.keys() & group.kind._declaration.loaded_options.keys())
 
 
 def _reset_reshaped(load: PreparedLoad) -> None:
     """Reset parameters whose state has another shape under the options that their group takes."""
     new_entries = {each.current.key: each.new for each in load.params}
-    for index in _with_options(load):
-        group = load.groups[index]
-        forms = StateForm.of_group(group.kind._declaration, load.groups, index, load.group_values[index])
+    for index, group, values in [(index, load.groups[index], values) for index, values in load.group_values.items()]:
+        if not _takes_options(group, values):
+            continue
+        forms = StateForm.of_group(group.kind._declaration, load.groups, index, values)
         for j, param in enumerate(group["params"]):
             live = load.state.get(param, {})
             if any([name not in new_entries.get(param, {}) for name in _reshaped(forms(j), live)]):
