@@ -86,10 +86,9 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
         for name in (*(name for group in part.groups for name in group.names or ()), *part.aliases):
             if (other := owners.setdefault(name, label)) != label:
                 raise ValueError(f"{other} and {label} both have a parameter '{name}'")
-        saved = part.as_dict()
-        result["state"] |= saved["state"]
-        result["param_groups"] += [{**group, "optimizer": index} for group in saved["param_groups"]]
-        result["format_version"] = saved["format_version"]
+        result["state"] |= part.state
+        result["param_groups"] += [{"params": [*g.params], **g.entries, "optimizer": index} for g in part.groups]
+        result["format_version"] = part.others["format_version"]
         aliases |= part.aliases
     return result | ({"aliases": aliases} if aliases else {})
 

@@ -1,4 +1,4 @@
-"""What a group takes from a checkpoint's groups: hyperparameters, options and entries of users, and what conflicts."""
+"""Values that a group takes from a checkpoint: hyperparameters, options and entries of users; and conflicts."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _BY_LR = "decouple_lr"
 
 
 class GroupChange(NamedTuple):
-    """What a load writes into one group."""
+    """The values that a load writes into one group."""
 
     values: dict[str, Any]  # by key; hyperparameters are Python numbers, which may be out of range, as a scheduler's may
     targets: list[tuple[Tensor, str, float]]  # the live tensors of hyperparameters, their names, and the numbers for them

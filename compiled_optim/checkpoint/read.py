@@ -6,7 +6,7 @@ parameters have names, ``param_names``. The *named* form has names instead of th
 ``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Other keys of ``state`` hold
 foreign state, which hooks and wrappers put there.
 
-:meth:`Checkpoint.of` reads both forms and refuses all others. What it returns consists of Python's own containers and texts.
+:meth:`Checkpoint.of` reads both forms, refuses all others, and returns Python's own containers and texts.
 No memory is read before a check that it exists. All errors that a value raises become an :class:`Unloadable` that names it.
 """
 
@@ -134,7 +134,7 @@ def check_memory(tensor: Tensor, what: str) -> bool:
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
     shard = tensor if type(tensor) in TORCH_TYPES else local(tensor)
-    if tensor.is_meta or (storage := shard.untyped_storage()).device.type == "meta":  # as that of fake tensors is
+    if tensor.is_meta or (storage := shard.untyped_storage()).device.type == "meta":  # as of fake tensors
         raise Unloadable(f"{what} is a meta tensor")
     end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes if shard is tensor and tensor.is_contiguous() else 0
     if 0 < end <= storage.nbytes():

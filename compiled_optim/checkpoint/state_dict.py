@@ -263,9 +263,9 @@ def _as_chosen(form: StateForm, saved: dict[str, Any]) -> dict[str, Any]:
         ValueError: an entry that must be converted is invalid, such as a negative scale.
     """
     if not (form.choices.get("weights") or form.choices.get("state_dtype")):
-        own = {*form.declaration.scalar_names, *form.buffers}
+        current = {*form.declaration.scalar_names, *form.buffers}
         dtypes = [v.dtype if type(v) in TORCH_TYPES else getattr(v, "dtype", None) for v in saved.values()]
-        stored_names = [name for name in saved if name not in own and (name in PARTS or name.endswith(_CODED))]
+        stored_names = [name for name in saved if name not in current and (name in PARTS or name.endswith(_CODED))]
         if not stored_names and not CODES.keys() & dtypes:
             return saved
     param = form.param
@@ -466,7 +466,9 @@ def prepare_load(
         have_names = all([group.names is not None and not group.is_named for group in saved.groups])
         if have_names and not any(["param_names" in group for group in groups]):
             taken = zip(groups, saved.groups, strict=False)
-            load.afterwards += [partial(group.set_quietly, "param_names", [*(own.names or ())]) for group, own in taken]
+            load.afterwards += [
+                partial(group.set_quietly, "param_names", [*(theirs.names or ())]) for group, theirs in taken
+            ]
             load.afterwards.append(partial(aliases.update, saved.aliases))
     if strict:
         refuse_mismatches(load.report, STRICTLY.format(declaration.name))
