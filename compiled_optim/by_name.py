@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, TypeAlias
 
 from compiled_optim.checkpoint import state_dict as checkpoint
-from compiled_optim.checkpoint.read import described, group_names, match, named, read, refuse_foreign
+from compiled_optim.checkpoint.read import Checkpoint, SavedGroup, described, match
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
@@ -71,7 +71,7 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
             optimizers, one has state under a key that is no parameter, or a group with an entry ``"optimizer"``.
     """
     if isinstance(optimizer, CompiledOptimizer):
-        return named(optimizer.state_dict())
+        return Checkpoint.of(optimizer.state_dict()).named().as_dict()
     optimizers = by_label(optimizer)
     names = [type(each).__name__ for each in optimizers.values()]
     result: dict[str, Any] = {"state": {}, "param_groups": [], "optimizers": names}
@@ -79,17 +79,17 @@ def named_state_dict(optimizer: Optimizers) -> dict[str, Any]:
     aliases: dict[str, str] = {}
     for index, (label, each) in enumerate(optimizers.items()):
         with labeling(label):
-            part = named(each.state_dict())
-            refuse_foreign(part, _SEVERAL)
-            if any("optimizer" in group for group in part["param_groups"]):
+            part = Checkpoint.of(each.state_dict()).named()
+            part.refuse_foreign(_SEVERAL)
+            if any("optimizer" in group.entries for group in part.groups):
                 raise ValueError("a group has an entry 'optimizer', which a state dict of several uses itself")
-        for name in (*(name for group in part["param_groups"] for name in group["params"]), *part.get("aliases", {})):
+        for name in (*(name for group in part.groups for name in group.names or ()), *part.aliases):
             if (other := owners.setdefault(name, label)) != label:
                 raise ValueError(f"{other} and {label} both have a parameter '{name}'")
-        result["state"] |= part["state"]
-        result["param_groups"] += [{**group, "optimizer": index} for group in part["param_groups"]]
-        result["format_version"] = part["format_version"]
-        aliases |= part.get("aliases", {})
+        result["state"] |= part.state
+        result["param_groups"] += [{"params": [*g.params], **g.entries, "optimizer": index} for g in part.groups]
+        result["format_version"] = part.others["format_version"]
+        aliases |= part.aliases
     return result | ({"aliases": aliases} if aliases else {})
 
 
@@ -118,20 +118,20 @@ def load_named_state_dict(
         ValueError, TypeError: a parameter of the optimizer or the checkpoint has no name, or as
             :meth:`CompiledOptimizer.load_state_dict`. No optimizer is changed then.
     """
-    state_dict = read(state_dict)
+    saved = Checkpoint.of(state_dict).single()
     is_one, labeled = isinstance(optimizer, CompiledOptimizer), by_label(optimizer)
     optimizers = [*labeled.values()]
     for label, each in labeled.items():
         if not all("param_names" in group for group in each.param_groups):
             whose = "the optimizer's" if is_one else f"{label}'s"
             raise ValueError(f"{whose} parameters have no names: make it from named_parameters() or a dict")
-    for i, group in enumerate(state_dict["param_groups"]):
-        if group_names(group) is None:
+    for i, group in enumerate(saved.groups):
+        if group.names is None:
             raise ValueError(f"the state dict has no names for the parameters of param_groups[{i}]")
     if is_one:
-        return optimizers[0].load_state_dict(state_dict, strict=strict, hyperparameters=hyperparameters)
-    saved = named(state_dict)
-    refuse_foreign(saved, _SEVERAL)
+        return optimizers[0].load_state_dict(saved.as_dict(), strict=strict, hyperparameters=hyperparameters)
+    saved = saved.named()
+    saved.refuse_foreign(_SEVERAL)
     with locked(optimizers):
         parts, unexpected = _parts(optimizers, saved)
         report = LoadReport([], unexpected, [], [])
@@ -153,8 +153,8 @@ def load_named_state_dict(
     return report
 
 
-def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) -> tuple[list[dict[str, Any]], list[str]]:
-    """Split ``saved``, a named state dict, into one for each optimizer. Return them, and the names that no optimizer has."""
+def _parts(optimizers: Sequence[CompiledOptimizer], saved: Checkpoint) -> tuple[list[dict[str, Any]], list[str]]:
+    """Split ``saved``, in the named form, into a state dict for each optimizer. Return them, and names that none has."""
     groups: list[Any] = []
     aliases: dict[str, str] = {}
     owners: list[int] = []  # the optimizer of each group
@@ -168,12 +168,11 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Mapping[str, Any]) ->
 
     def part(index: int) -> dict[str, Any]:
         names = {each.saved.key for each in params if owners[each.current.group] == index}
-        its_groups = [{**g, "params": [name for name in g["params"] if name in names]} for g in saved["param_groups"]]
-        return {
-            **saved,
-            "state": {name: entries for name, entries in saved["state"].items() if name in names},
-            "param_groups": [group for group in its_groups if group["params"]],
-            "aliases": {alias: name for alias, name in saved.get("aliases", {}).items() if name in names},
-        }
+        kept = [(tuple([name for name in group.names or () if name in names]), group) for group in saved.groups]
+        return saved._replace(
+            groups=tuple([SavedGroup(params, params, group.entries, is_named=True) for params, group in kept if params]),
+            state={name: entries for name, entries in saved.state.items() if name in names},
+            aliases={alias: name for alias, name in saved.aliases.items() if name in names},
+        ).as_dict()
 
     return [part(index) for index in range(len(optimizers))], unexpected

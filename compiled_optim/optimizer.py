@@ -13,6 +13,7 @@ from torch.optim.optimizer import ParamsT
 
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.read import described, plain
+from compiled_optim.checkpoint.save import save
 from compiled_optim.checkpoint.state_dict import LoadReport, PreparedLoad
 from compiled_optim.groups.numbers import send
 from compiled_optim.groups.param_group import ParamGroup, built_in_entries, group_entries
@@ -481,7 +482,7 @@ class CompiledOptimizer(Declared, Optimizer):
             step = engine.current()
             engine.accumulated.check_ended("saved")
             engine.changes.is_state_handed_out = True
-            saved = checkpoint.save(engine.distinct_groups, engine.state, engine.aliases)
+            saved = save(engine.distinct_groups, engine.state, engine.aliases)
             result = step.saved(saved)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)

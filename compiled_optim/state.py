@@ -9,7 +9,6 @@ its shard.
 from __future__ import annotations
 
 import contextlib
-from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -172,11 +171,10 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
 
     A differentiable step depends on the hyperparameter that fills a buffer: its value is then not detached from autograd.
     """
-    values: dict[str, float | Tensor] = {"step": 0.0}
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
-    for field in fields:
-        value = group[field.init] if isinstance(field.init, str) else field.init
-        recorded = isinstance(field, Buffer) and group.get("differentiable", False)
+    values: dict[str, Any] = {"step": 0.0, **{field.name: field.init for field in fields}}
+    for field, init in [(field, init) for field in fields if type(init := field.init) is str]:
+        value, recorded = group[init], isinstance(field, Buffer) and group.get("differentiable", False)
         values[field.name] = value.detach() if isinstance(value, Tensor) and not recorded else value
     return values
 
@@ -199,9 +197,11 @@ class StateForm(NamedTuple):
     ) -> Callable[[int], StateForm]:
         """Return a function: position in ``groups[index]["params"]`` -> form, once the group has the ``loaded`` entries."""
         group, numbers, params = groups[index], loaded or {}, groups[index]["params"]
-        after = ChainMap(dict(numbers), group) if numbers else group
-        statics = {s.name: after.get(s.name, s.default) for s in declaration.statics}
-        statics |= {h.name: h.choice(after[h.name]) for h in declaration.hypers if h.fixed}
+        statics = {
+            s.name: numbers[s.name] if s.name in numbers else group.get(s.name, s.default) for s in declaration.statics
+        }
+        fixed = [h for h in declaration.hypers if h.fixed]
+        statics |= {h.name: h.choice(numbers[h.name] if h.name in numbers else group[h.name]) for h in fixed}
         structural = {n: numbers[n] != 0 if n in numbers else group.nonzero(n) for n in declaration.structural_hypers}
         options = [option for option in declaration.options if option.name in group]
         cache: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}

@@ -1,4 +1,4 @@
-"""Reading a state dict: each value becomes a number, a tensor to copy, or an error, and is matched with a parameter.
+"""Reading a state dict: it becomes records, each value a number, a tensor to copy, or an error; and matching parameters.
 
 The *indexed* form is torch.optim's: ``state`` has integers as keys, and groups have integers as ``params`` and, where
 parameters have names, ``param_names``. The *named* form has names instead of the integers. Both may hold ``aliases``
@@ -6,6 +6,7 @@ parameters have names, ``param_names``. The *named* form has names instead of th
 ``optimizers``, and in each group the index of its optimizer among them under ``optimizer``. Other keys of ``state`` hold
 foreign state, which hooks and wrappers put there.
 
+:meth:`Checkpoint.of` reads both forms, refuses all others, and returns Python's own containers and texts.
 No memory is read before a check that it exists. All errors that a value raises become an :class:`Unloadable` that names it.
 """
 
@@ -17,9 +18,8 @@ import itertools
 import math
 import numbers
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -40,20 +40,25 @@ class Unloadable(ValueError):
     """The error that names the part of a checkpoint that cannot be loaded, and the reason."""
 
 
-@contextlib.contextmanager
-def naming(
-    what: str, failed: str = "cannot be read", *, passing: tuple[type[Exception], ...] = (Unloadable,)
-) -> Iterator[None]:
+class naming:
     """Turn any error of a value of a checkpoint inside a ``with`` block into an :class:`Unloadable` about ``what``.
 
     Errors of the types in ``passing`` are raised unchanged: they already name their subject.
     """
-    try:
-        yield
-    except passing:
-        raise
-    except Exception as error:
-        raise Unloadable(f"{what} {failed} ({type(error).__name__}: {error})") from error
+
+    __slots__ = ("failed", "passing", "what")
+
+    def __init__(
+        self, what: str, failed: str = "cannot be read", *, passing: tuple[type[Exception], ...] = (Unloadable,)
+    ) -> None:
+        self.what, self.failed, self.passing = what, failed, passing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception) and not isinstance(error, self.passing):
+            raise Unloadable(f"{self.what} {self.failed} ({type(error).__name__}: {error})") from error
 
 
 def described(value: Any, depth: int = 2) -> str:
@@ -68,25 +73,22 @@ def described(value: Any, depth: int = 2) -> str:
 
 def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     """Return ``value``, called ``what``, as a float; :class:`Unloadable` if it is none, or must be ``finite`` and is not."""
-    if type(value) is float and (math.isfinite(value) or not finite):
-        return value
-    is_simple = type(value) in TORCH_TYPES and value.dtype in (torch.float64, torch.float32)
-    with contextlib.nullcontext() if is_simple else naming(what):
-        if isinstance(value, Tensor):
+    if isinstance(value, Tensor):
+        with naming(what):
             check_memory(value, what)
-            if value.numel() != 1:
+            value = full_tensor(value).detach().item() if value.numel() == 1 else None
+    if type(value) is not float:
+        with naming(what):
+            is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
+            if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have it, and lose a part
                 raise Unloadable(f"{what} is not a number")
-            value = full_tensor(value).detach().item()
-        is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
-        if is_complex or not hasattr(value, "__float__"):  # numpy's complex numbers have it, and lose their imaginary part
-            raise Unloadable(f"{what} is not a number")
-        try:
-            number = float(value)
-        except OverflowError:
-            raise Unloadable(f"{what} is too large") from None
-        if finite and not math.isfinite(number):
-            raise Unloadable(f"{what} is {number}")
-    return number
+            try:
+                value = float(value)
+            except OverflowError:
+                raise Unloadable(f"{what} is too large") from None
+    if finite and not math.isfinite(value):
+        raise Unloadable(f"{what} is {value}")
+    return float(value)
 
 
 def is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
@@ -103,38 +105,47 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
     """
     if not isinstance(value, Tensor):
         raise Unloadable(f"{what} is not a tensor")
-    is_simple = type(value) in TORCH_TYPES
-    with contextlib.nullcontext() if is_simple else naming(what):
-        check_memory(value, what)
+    with naming(what):
+        has_all = check_memory(value, what)
         if value.dtype not in dtypes:
             raise Unloadable(f"{what} is {value.dtype}")
-        is_lazy = value.is_conj() or value.is_neg() or value._is_zerotensor()  # its memory does not hold its numbers
-        return value.detach() if (is_simple and not is_lazy) or is_sharded(value) else plain_copy(value)
+        # The memory of such a tensor does not hold its numbers.
+        is_lazy = (
+            value.is_neg() or (value.dtype.is_complex and value.is_conj()) or not (has_all or not value._is_zerotensor())
+        )
+        return value.detach() if (type(value) in TORCH_TYPES and not is_lazy) or is_sharded(value) else plain_copy(value)
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     """Return :func:`as_tensor` of ``shape``; of ``dtype`` if that is of integers, else complex exactly if ``dtype`` is."""
     tensor = as_tensor(value, what, FLOATING if dtype in FLOATING else {dtype})
-    if tuple(tensor.shape) != shape:
+    if tensor.shape != shape:
         raise Unloadable(f"{what} has shape {tuple(tensor.shape)} instead of {shape}")
-    if tensor.is_complex() != dtype.is_complex:
+    if tensor.dtype.is_complex != dtype.is_complex:
         raise Unloadable(f"{what} is {tensor.dtype} instead of {dtype}")
     return tensor
 
 
-def check_memory(tensor: Tensor, what: str) -> None:
-    """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is strided and its elements are in memory."""
+def check_memory(tensor: Tensor, what: str) -> bool:
+    """Raise :class:`Unloadable` unless ``tensor``, called ``what``, is strided and its elements are in memory.
+
+    Return True if they are known to follow each other there.
+    """
     if tensor.is_nested or tensor.layout is not torch.strided:
         raise Unloadable(f"{what} is a {'nested' if tensor.is_nested else tensor.layout} tensor")
     shard = tensor if type(tensor) in TORCH_TYPES else local(tensor)
-    if shard.untyped_storage().device.type == "meta":  # torch's fake tensors have such storage too
+    if tensor.is_meta or (storage := shard.untyped_storage()).device.type == "meta":  # as of fake tensors
         raise Unloadable(f"{what} is a meta tensor")
+    end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes if shard is tensor and tensor.is_contiguous() else 0
+    if 0 < end <= storage.nbytes():
+        return True
     if not has_memory(shard) and is_lost(shard):
         raise Unloadable(f"{what} has no memory: its storage is empty or too small")
     if shard is not tensor:
         shape, expected = tuple(shard.shape), shape_of_part(tensor)
         if shape != expected and (shard.numel() or 0 not in expected):  # FSDP gives an empty shard any empty shape
             raise Unloadable(f"{what} has a part of shape {shape} on this process instead of {expected}")
+    return False
 
 
 FORMAT_VERSION = 1
@@ -147,42 +158,10 @@ _FOREIGN_OPTIONS = {
 """Options of newer versions of torch and of other packages that change steps, and that this package lacks."""
 
 
-OPTIMIS_MARKS = frozenset({"setup", "gradient_release", "kahan_sum"})
-"""The keys that tell a group of optimi's."""
-
-
-def is_optimis(state_dict: Mapping[str, Any]) -> bool:
-    """Return True if an optimizer of optimi saved ``state_dict``."""
-    return any([set(group) >= OPTIMIS_MARKS for group in state_dict["param_groups"]])
-
-
-def translated(state_dict: dict[str, Any], declaration: Declaration) -> dict[str, Any]:
-    """Return a state dict in this package's names and meaning, for the optimizer of ``declaration``.
-
-    :mod:`compiled_optim.interop`, which nothing here needs otherwise, is imported by name for one that needs translation.
-
-    Raises:
-        ValueError: another package saved it, and ``compiled_optim.interop`` is absent; or it has no counterpart here.
-    """
-    if not is_optimis(state_dict):
-        return state_dict
-    try:
-        package = importlib.import_module("compiled_optim.interop.optimi")
-    except ModuleNotFoundError as error:
-        if error.name != "compiled_optim.interop":
-            raise
-        raise ValueError("optimi saved the state dict, and compiled_optim.interop, which reads it, is absent") from error
-    translation: dict[str, Any] = package.from_optimi(state_dict, declaration)
-    return translation
-
-
-def group_names(group: Mapping[str, Any]) -> list[str] | None:
-    """Return the parameter names of one group of a state dict of either form; None if it has none.
-
-    In a named group the names are ``params``: torch.distributed.checkpoint sorts these but not ``param_names``.
-    """
-    params = list(group["params"])
-    return params if all([isinstance(p, str) for p in params]) else group.get("param_names")
+def foreign_options(groups: Iterable[Mapping[str, Any]], known: Collection[str] = ()) -> dict[str, Any]:
+    """Return the options of other packages that are on in ``groups`` and change steps, except for ``known`` ones."""
+    options = {name: group[name] for group in groups for name in _FOREIGN_OPTIONS.difference(known) & group.keys()}
+    return {name: value for name, value in options.items() if (isinstance(value, Tensor) and value.numel() > 1) or value}
 
 
 def plain(value: Any, what: str) -> Any:
@@ -192,138 +171,186 @@ def plain(value: Any, what: str) -> Any:
     """
     if type(value) in (dict, list):
         return value.copy()
+    if not isinstance(value, (Mapping, list, tuple)):
+        return value
     with naming(what):
-        if isinstance(value, Mapping):
-            return {key: value[key] for key in value}
-        return list(value) if isinstance(value, (list, tuple)) else value
+        return {key: value[key] for key in value} if isinstance(value, Mapping) else list(value)
 
 
-@naming("the state dict", passing=(ValueError, TypeError))
-def read(state_dict: Any) -> dict[str, Any]:
-    """Return ``state_dict`` in new dicts and lists that share its values, after :func:`check`, as of a single optimizer."""
-    result: dict[str, Any] = plain(state_dict, "the state dict")
-    if isinstance(result, dict):
-        result |= {key: plain(result[key], f"'{key}'") for key in ("state", "param_groups", "aliases") if key in result}
-        if isinstance(groups := result.get("param_groups"), list):
-            result["param_groups"] = groups = [plain(group, f"param_groups[{i}]") for i, group in enumerate(groups)]
-            for i, group in enumerate(groups):
-                for key in {"params", "param_names"} & set(group) if isinstance(group, dict) else ():
-                    group[key] = plain(group[key], f"param_groups[{i}]['{key}']")
-    check(result)
-    if result.pop("optimizers", None) is not None:
-        for group in result["param_groups"]:
-            group.pop("optimizer", None)
-    foreign = foreign_state(result)
-    states = {key: plain(v, f"the state of {described(key)}") for key, v in result["state"].items() if key not in foreign}
-    return {**result, "state": states | foreign}
+Key: TypeAlias = "int | str"
 
 
-def foreign_options(groups: Iterable[Mapping[str, Any]], known: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options of other packages that are on in ``groups`` and change steps, except for ``known`` ones."""
-    options = {name: group[name] for group in groups for name in _FOREIGN_OPTIONS.difference(known) & group.keys()}
-    return {name: value for name, value in options.items() if (isinstance(value, Tensor) and value.numel() > 1) or value}
+class SavedGroup(NamedTuple):
+    """One group of a checkpoint. In the named form, its parameters' keys are their names."""
 
+    params: tuple[Key, ...]
+    names: tuple[str, ...] | None  # of its parameters
+    entries: dict[str, Any]  # all others
+    is_named: bool = False
 
-def foreign_state(state_dict: Mapping[str, Any]) -> dict[Any, Any]:
-    """Return the entries in the ``state`` of a state dict under keys that no group lists: those of hooks and wrappers."""
-    listed = {param for group in state_dict["param_groups"] for param in group["params"]}
-    return {key: value for key, value in state_dict["state"].items() if key not in listed}
-
-
-def refuse_foreign(state_dict: Mapping[str, Any], form: str) -> None:
-    """Raise ``ValueError`` if a state dict has :func:`foreign_state`, which ``form`` cannot hold."""
-    if foreign := foreign_state(state_dict):
-        key = described(min(foreign, key=str))
-        raise ValueError(f"the state holds {key}, which is no parameter's and has no counterpart in {form}")
-
-
-def with_foreign(states: dict[Any, Any], foreign: dict[Any, Any]) -> dict[Any, Any]:
-    """Return the ``states`` of parameters and ``foreign`` state in one dict; ``ValueError`` if they share a key."""
-    if taken := [key for key in foreign if key in states]:
-        raise ValueError(f"the state holds {described(taken[0])}, which is no parameter's state but has the key of one")
-    return states | foreign
-
-
-def check(state_dict: Any) -> None:
-    """Raise ``ValueError`` unless it is an indexed or named state dict of no later version, with no parameter in two groups.
-
-    A group may list a parameter twice, and two parameters may have one name; the optimizer decides if that can be loaded.
-    """
-    if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= set(state_dict):
-        raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
-    version = state_dict.get("format_version", FORMAT_VERSION)
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise ValueError(
-            f"the checkpoint has format_version {described(version)}; this release reads up to {FORMAT_VERSION}"
-        )
-    groups, states, aliases = state_dict["param_groups"], state_dict["state"], state_dict.get("aliases", {})
-    if not isinstance(groups, (list, tuple)) or not isinstance(states, Mapping):
-        raise ValueError("not an optimizer state dict: 'param_groups' must be a list and 'state' a dict")
-    if {"state", "param_groups"} <= set(states):
-        raise ValueError("not an optimizer state dict: its 'state' is a whole state dict")
-    for i, group in enumerate(groups):
-        where = f"param_groups[{i}]"
-        if not isinstance(group, Mapping) or not isinstance(group.get("params"), (list, tuple)):
+    @classmethod
+    def of(cls, group: Any, where: str) -> SavedGroup:
+        """Return a record of ``group``, called ``where``; ``ValueError`` if it has none of the two forms."""
+        entries = plain(group, where)
+        params: Any = plain(entries.pop("params", None), f"{where}['params']") if type(entries) is dict else None
+        if type(params) is not list:
             raise ValueError(f"not an optimizer state dict: {where} must be a dict with a list 'params'")
-        params, names = group["params"], group_names(group)
-        if nameless := [described(key) for key in group if not isinstance(key, str)]:
-            raise ValueError(f"the entries of {where} must have names, got {nameless[0]}")
-        if not all([isinstance(p, (int, str)) for p in params]):
+        names: Any = plain(entries.pop("param_names", None), f"{where}['param_names']")
+        if nameless := [key for key in entries if type(key) is not str and not isinstance(key, str)]:
+            raise ValueError(f"the entries of {where} must have names, got {described(nameless[0])}")
+        if [param for param in params if type(param) not in (int, str) and not isinstance(param, (int, str))]:
             raise ValueError(f"{where}['params'] must be integers or names, got {described(tuple(params))}")
-        if names is not None and not (isinstance(names, (list, tuple)) and all([isinstance(n, str) for n in names])):
+        is_named = bool(params) and not [param for param in params if type(param) is int or not isinstance(param, str)]
+        names = names if params and not is_named else params  # torch.distributed.checkpoint sorts these, not param_names
+        if names is not None and not (type(names) is list and not [n for n in names if not isinstance(n, str)]):
             raise ValueError(f"{where}['param_names'] must be a list of names, got {described(names)}")
         if names is not None and len(names) != len(params):
             raise ValueError(f"{where} has {len(params)} params but {len(names)} param_names")
-    foreign = foreign_state(state_dict)
-    for key, entries in states.items():
-        if key not in foreign and not isinstance(entries, Mapping):
-            raise ValueError(f"the state of {described(key)} must be a dict, got {described(entries)}")
-    if not isinstance(aliases, Mapping) or not all(isinstance(n, str) for pair in aliases.items() for n in pair):
-        raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
-    refuse_repeated([*{name for group in groups for name in group_names(group) or ()}, *aliases], "names")
-    refuse_repeated([param for group in groups for param in dict.fromkeys(group["params"])])
+        keys = tuple(map(str.__str__, params)) if is_named else tuple(params)  # Python's own, if they were of another class
+        return cls(keys, names if names is None else tuple(map(str.__str__, names)), entries, is_named)
 
 
-def refuse_repeated(values: Iterable[int | str], verb: str = "") -> None:
+class Checkpoint(NamedTuple):
+    """A state dict of one optimizer or of several, in the indexed or the named form."""
+
+    groups: tuple[SavedGroup, ...]
+    state: dict[Key, dict[Any, Any]]  # of the parameters in groups; those that had no state may lack
+    foreign: dict[Any, Any]  # the entries under other keys
+    aliases: dict[str, str]
+    others: dict[Any, Any]  # further entries, such as "format_version"
+
+    @classmethod
+    def of(cls, state_dict: Any) -> Checkpoint:
+        """Return a record of ``state_dict``, with its values.
+
+        Raises:
+            ValueError: it has none of the two forms, or a later version, or a parameter in two groups. A group may list a
+                parameter twice, and two parameters may have one name; the optimizer decides if that can be loaded.
+        """
+        others = plain(state_dict, "the state dict")
+        if type(others) is not dict or not {"state", "param_groups"} <= others.keys():
+            raise ValueError("not an optimizer state dict: it must be a dict with 'state' and 'param_groups'")
+        version = others.get("format_version", FORMAT_VERSION)
+        if not isinstance(version, int) or version > FORMAT_VERSION:
+            what = f"format_version {described(version)}"
+            raise ValueError(f"the checkpoint has {what}; this release reads up to {FORMAT_VERSION}")
+        keys = ("param_groups", "state", "aliases")
+        groups, states, aliases = [plain(others.pop(key, {}), f"'{key}'") for key in keys]
+        if type(groups) is not list or type(states) is not dict:
+            raise ValueError("not an optimizer state dict: 'param_groups' must be a list and 'state' a dict")
+        if {"state", "param_groups"} <= states.keys():
+            raise ValueError("not an optimizer state dict: its 'state' is a whole state dict")
+        saved = tuple([SavedGroup.of(group, f"param_groups[{i}]") for i, group in enumerate(groups)])
+        listed = {param for group in saved for param in group.params}
+        state = {key: _entries(key, states.pop(key)) for key in [key for key in states if key in listed]}
+        if type(aliases) is not dict or not all([isinstance(n, str) for pair in aliases.items() for n in pair]):
+            raise ValueError(f"'aliases' must be a dict name -> name, got {described(aliases)}")
+        aliases = {str.__str__(alias): str.__str__(name) for alias, name in aliases.items()}
+        refuse_repeated([*{name for group in saved for name in group.names or ()}, *aliases], "names")
+        refuse_repeated([param for group in saved for param in dict.fromkeys(group.params)])
+        return cls(saved, state, states, aliases, others)
+
+    def single(self) -> Checkpoint:
+        """Return the checkpoint as of one optimizer, also if several saved it."""
+        if self.others.get("optimizers") is None:
+            return self
+        groups = [g._replace(entries={k: v for k, v in g.entries.items() if k != "optimizer"}) for g in self.groups]
+        return self._replace(groups=tuple(groups), others={k: v for k, v in self.others.items() if k != "optimizers"})
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return a state dict in new dicts and lists; ``ValueError`` if a parameter and foreign state share a key."""
+        if taken := self.state.keys() & self.foreign.keys():
+            key = described(min(taken, key=str))
+            raise ValueError(f"the state holds {key}, which is no parameter's state but has the key of one")
+        groups = [
+            {"params": [*params], **entries, **({"param_names": [*names]} if names and not is_named else {})}
+            for params, names, entries, is_named in self.groups
+        ]
+        state = {key: {**entries} for key, entries in self.state.items()} | self.foreign
+        aliases = {"aliases": self.aliases} if self.aliases else {}
+        return {"state": state, "param_groups": groups, **self.others, **aliases}
+
+    def named(self) -> Checkpoint:
+        """Return the named form without prefixes of module wrappers; ``ValueError`` if names lack or are repeated."""
+        if any([group.names is None for group in self.groups]):
+            raise ValueError("the parameters have no names: the optimizer was not made from named_parameters() or a dict")
+        names = [name for group in self.groups for name in group.names or ()]
+        refuse_repeated(names, "names")
+        canonical = {name: canonical_name(name) for name in (*names, *self.aliases)}
+        if len(set(canonical.values())) < len(canonical):
+            canonical = {name: name for name in canonical}
+        keys = [param for group in self.groups for param in group.params]
+        renamed = {key: canonical[name] for key, name in zip(keys, names, strict=True)}
+        params = [tuple([renamed[param] for param in group.params]) for group in self.groups]
+        groups = tuple([SavedGroup(p, p, group.entries, True) for p, group in zip(params, self.groups, strict=True)])
+        aliases = {canonical[alias]: canonical[name] for alias, name in self.aliases.items()}
+        state: dict[Key, dict[Any, Any]] = {renamed[key]: entries for key, entries in self.state.items()}
+        return self._replace(groups=groups, state=state, aliases=aliases)
+
+    def refuse_foreign(self, form: str) -> None:
+        """Raise ``ValueError`` if there is foreign state, which ``form`` cannot hold."""
+        if self.foreign:
+            key = described(min(self.foreign, key=str))
+            raise ValueError(f"the state holds {key}, which is no parameter's and has no counterpart in {form}")
+
+
+def _entries(key: Key, entries: Any) -> dict[Any, Any]:
+    """Return the state of the parameter ``key``."""
+    if type(entries) is dict:
+        return entries
+    if not isinstance(entries, Mapping):
+        raise ValueError(f"the state of {described(key)} must be a dict, got {described(entries)}")
+    return dict(plain(entries, f"the state of {described(key)}"))
+
+
+def read(state_dict: Any) -> dict[str, Any]:
+    """Return ``state_dict`` in new dicts and lists that share its values, as of a single optimizer, or raise an error."""
+    return Checkpoint.of(state_dict).single().as_dict()
+
+
+def refuse_repeated(values: Sequence[Key], verb: str = "") -> None:
     """Raise ``ValueError`` if one of ``values``, which are numbers or names of parameters, is repeated."""
-    for value, count in Counter(values).items():
-        if count > 1:
-            verb = verb or ("names" if isinstance(value, str) else "lists")
-            raise ValueError(f"the checkpoint {verb} parameter {described(value)} twice")
+    if len({*values}) < len(values):
+        value = next(value for value, count in Counter(values).items() if count > 1)
+        verb = verb or ("names" if isinstance(value, str) else "lists")
+        raise ValueError(f"the checkpoint {verb} parameter {described(value)} twice")
 
 
-def named(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the named form of ``state_dict`` without prefixes of module wrappers, with the same tensors, or raise."""
-    check(state_dict)
-    groups, aliases = state_dict["param_groups"], state_dict.get("aliases", {})
-    if any(group_names(group) is None for group in groups):
-        raise ValueError("the parameters have no names: the optimizer was not made from named_parameters() or a dict")
-    names = [name for group in groups for name in group_names(group) or ()]
-    refuse_repeated(names, "names")
-    canonical = {name: canonical_name(name) for name in (*names, *aliases)}
-    if len(set(canonical.values())) < len(canonical):
-        canonical = {name: name for name in canonical}
-    renamed = {p: canonical[n] for p, n in zip((p for group in groups for p in group["params"]), names, strict=True)}
-    states = {renamed[key]: dict(entries) for key, entries in state_dict["state"].items() if key in renamed}
-    result = {
-        **state_dict,
-        "state": with_foreign(states, foreign_state(state_dict)),
-        "param_groups": [
-            {"params": [renamed[p] for p in g["params"]]} | {k: g[k] for k in g if k not in ("params", "param_names")}
-            for g in groups
-        ],
-    }
-    return result | ({"aliases": {canonical[a]: canonical[n] for a, n in aliases.items()}} if aliases else {})
+OPTIMIS_MARKS = frozenset({"setup", "gradient_release", "kahan_sum"})
+"""The keys that tell a group of optimi's."""
 
 
-@dataclass
-class ListedParam:
+def is_optimis(groups: Iterable[Mapping[str, Any]]) -> bool:
+    """Return True if an optimizer of optimi saved one of ``groups``."""
+    return any([group.keys() >= OPTIMIS_MARKS for group in groups])
+
+
+def translated(saved: Checkpoint, declaration: Declaration) -> Checkpoint:
+    """Return a checkpoint in this package's names and meaning, for the optimizer of ``declaration``.
+
+    :mod:`compiled_optim.interop`, which nothing here needs otherwise, is imported by name for one that needs translation.
+
+    Raises:
+        ValueError: another package saved it, and ``compiled_optim.interop`` is absent; or it has no counterpart here.
+    """
+    if not is_optimis([group.entries for group in saved.groups]):
+        return saved
+    try:
+        package = importlib.import_module("compiled_optim.interop.optimi")
+    except ModuleNotFoundError as error:
+        if error.name != "compiled_optim.interop":
+            raise
+        raise ValueError("optimi saved the state dict, and compiled_optim.interop, which reads it, is absent") from error
+    return Checkpoint.of(package.from_optimi(saved.as_dict(), declaration))
+
+
+class ListedParam(NamedTuple):
     """One parameter in the groups of an optimizer or checkpoint: its group, index there, name and aliases."""
 
     name: str
     aliases: list[str]
     group: int
-    index: int
+    index: int  # type: ignore[assignment]  # hides the method of tuples
     key: Any  # the group's entry: the parameter itself, or its number or name in a checkpoint
 
 
@@ -338,79 +365,87 @@ class SavedParam(NamedTuple):
 
 
 def match(
-    groups: Sequence[ParamGroup],
-    aliases: Mapping[str, str],
-    saved: Mapping[str, Any],
-    known: Collection[str],
+    groups: Sequence[ParamGroup], aliases: Mapping[str, str], saved: Checkpoint, known: Collection[str]
 ) -> tuple[list[SavedParam], list[str], list[str]]:
     """Match parameters to saved ones. Return the pairs, the missing names and the unexpected names.
 
     They are matched by name if both sides have names, equal ones by their order, else by position. ``aliases`` are the
-    optimizer's further names of tied parameters -> the name in the group; ``saved`` was read, and may lack state that a
-    group's optimizer implies for parameters with other state; ``known`` are the names of entries of optimizers.
+    optimizer's further names of tied parameters -> the name in the group; ``saved`` may lack state that a group's optimizer
+    implies for parameters with other state; ``known`` are the names of entries of optimizers.
 
     Raises:
         ValueError: only some of the checkpoint's groups have names; or without names the numbers of parameters differ; or
             only the checkpoint has several parameters of one name, or lists one parameter several times.
     """
-    saved_groups = saved["param_groups"]
-    current, saved_params = _listed(groups, aliases), _listed(saved_groups, saved.get("aliases", {}))
-    current_names = Counter([param.name for param in current])
-    refuse_repeated([param.name for param in saved_params if current_names[param.name] < 2], "names")
-    have_names = {group_names(group) is not None for group in saved_groups if group["params"]}
+    current = _listed([(parameter_names(group, i), group["params"]) for i, group in enumerate(groups)], aliases)
+    names = [g.names or parameter_names({"params": g.params}, i) for i, g in enumerate(saved.groups)]
+    theirs = _listed(zip(names, [group.params for group in saved.groups], strict=True), saved.aliases)
+    if len({param.name for param in theirs}) < len(theirs):
+        counts = Counter([param.name for param in current])
+        refuse_repeated([param.name for param in theirs if counts[param.name] < 2], "names")
+    have_names = {group.names is not None for group in saved.groups if group.params}
     if have_names == {False} or not all(["param_names" in group for group in groups]):
-        _check_sizes(groups, saved_groups)
-        matches = dict(enumerate(saved_params))
+        _check_sizes(groups, saved.groups)
+        matches = dict(enumerate(range(len(theirs))))
     elif False in have_names:
         raise ValueError("the checkpoint has names for the parameters of some groups only")
     else:
-        _check_repeats(current, saved_groups)
-        matches = _match_names(current, saved_params)
+        _check_repeats(current, saved.groups)
+        current, theirs = _numbered(current), _numbered(theirs)
+        matches = _match_names(current, theirs)
     pairs = []
     for i in sorted(matches):
-        state = saved["state"].get(matches[i].key, {})
+        state = saved.state.get(theirs[matches[i]].key) or {}
         # A flattened checkpoint of torch.distributed.checkpoint has an empty dict for an entry that was not saved.
-        blank = {k for k, v in state.items() if v is None or (type(v) is dict and not v)}
+        blank = [k for k, v in state.items() if v is None or (type(v) is dict and not v)]
+        kept = {k: v for k, v in state.items() if k not in blank or k not in known} if blank else state
         implied = groups[current[i].group].kind._implied_state
-        entries = {**implied, **{k: v for k, v in state.items() if k not in blank or k not in known}}
-        pairs.append(SavedParam(current[i], matches[i], entries if state.keys() - blank else {}, {}, []))
-    keys = {param.saved.key for param in pairs}
+        entries = {**implied, **kept} if len(blank) < len(state) else {}
+        pairs.append(SavedParam(current[i], theirs[matches[i]], entries, {}, []))
+    matched = {pair.saved.key for pair in pairs}
     missing = [param.name for i, param in enumerate(current) if i not in matches]
-    return pairs, missing, [param.name for param in saved_params if param.key not in keys]
+    return pairs, missing, [param.name for param in theirs if param.key not in matched]
 
 
-def _listed(groups: Sequence[Mapping[str, Any]], aliases: Mapping[str, str]) -> list[ListedParam]:
+def _listed(groups: Iterable[tuple[Iterable[str], Iterable[Any]]], aliases: Mapping[str, str]) -> list[ListedParam]:
+    """Return a record of each parameter, from the names and keys in ``groups``. Repeated ones give it further names."""
     further: dict[str, list[str]] = {}
     for alias, name in aliases.items():
         further.setdefault(name, []).append(alias)
     listed: list[ListedParam] = []
-    for i, group in enumerate(groups):
-        names = group_names(group) or parameter_names(group, i)
+    for i, (names, keys) in enumerate(groups):
         by_key: dict[Any, ListedParam] = {}
-        for j, (name, key) in enumerate(zip(names, group["params"], strict=True)):
-            if (known := by_key.get(key)) is None:
-                by_key[key] = ListedParam(name, [*further.get(name, ())], i, j, key)
-            elif name not in (known.name, *known.aliases):
-                known.aliases.append(name)
+        for j, (name, key) in enumerate(zip(names, keys, strict=True)):
+            param = by_key.setdefault(key, ListedParam(name, [*further.get(name, ())], i, j, key))
+            if name not in (param.name, *param.aliases):
+                param.aliases.append(name)
         listed += by_key.values()
     return listed
 
 
-def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+def _numbered(params: list[ListedParam]) -> list[ListedParam]:
+    """Return ``params``, those of equal names with a number in it."""
+    names = [param.name for param in params]
+    if len({*names}) == len(names):
+        return params
+    return [param._replace(name=name) for param, name in zip(params, numbered(names), strict=True)]
+
+
+def _check_sizes(groups: Sequence[ParamGroup], saved_groups: Sequence[SavedGroup]) -> None:
     """Raise ``ValueError`` unless both sides have equally many groups, equally long and with repeats at equal indices."""
     if len(groups) != len(saved_groups):
         raise ValueError(
             "loaded state dict has a different number of parameter groups "
             f"({len(saved_groups)} instead of {len(groups)}), and without names on both sides only positions can match"
         )
-    for i, (here, saved) in enumerate(zip([g["params"] for g in groups], [g["params"] for g in saved_groups], strict=True)):
+    for i, (here, saved) in enumerate(zip([g["params"] for g in groups], [g.params for g in saved_groups], strict=True)):
         if len(here) != len(saved):
             raise ValueError(
                 "loaded state dict contains a parameter group that doesn't match the size of optimizer's group: "
                 f"param_groups[{i}] has {len(saved)} parameters instead of {len(here)}"
             )
         if (repeats := _firsts(here)) != _firsts(saved):
-            refuse_repeated(saved[j] for j in dict.fromkeys(repeats))
+            refuse_repeated([saved[j] for j in dict.fromkeys(repeats)])
             raise ValueError(f"param_groups[{i}] has a parameter twice where the checkpoint has two parameters")
 
 
@@ -420,26 +455,23 @@ def _firsts(params: Sequence[Any]) -> list[int]:
     return [first.setdefault(param, index) for index, param in enumerate(params)]
 
 
-def _check_repeats(current: Sequence[ListedParam], saved_groups: Sequence[Mapping[str, Any]]) -> None:
+def _check_repeats(current: Sequence[ListedParam], saved_groups: Sequence[SavedGroup]) -> None:
     """Raise ``ValueError`` if the checkpoint has one parameter for several of ``current``, by their names."""
     owners = {name: param.name for param in current for name in (param.name, *param.aliases)}
     for group in saved_groups:
-        names = group_names(group) or []
-        if names == group["params"]:
-            refuse_repeated(names)
-        known = {(param, owners[name]) for param, name in zip(group["params"], names, strict=True) if name in owners}
-        refuse_repeated([param for param, _ in known])
+        if len({*group.params}) < len(group.params):
+            if group.is_named:
+                refuse_repeated(group.params)
+            pairs = zip(group.params, group.names or (), strict=True)
+            refuse_repeated([p for p, _ in dict.fromkeys([(p, owners[name]) for p, name in pairs if name in owners])])
 
 
-def _match_names(current: list[ListedParam], saved: list[ListedParam]) -> dict[int, ListedParam]:
-    """Return the parameters of ``saved`` by the indices of those of ``current`` with their names. Equal ones get numbers.
+def _match_names(current: Sequence[ListedParam], saved: Sequence[ListedParam]) -> dict[int, int]:
+    """Return the indices of parameters of ``saved`` by the indices of those of ``current`` with their names.
 
     Exact names are tried before names without the prefixes of module wrappers, and a parameter's name before its aliases.
     """
-    for side in (current, saved):
-        for param, name in zip(side, numbered([param.name for param in side]), strict=True):
-            param.name = name
-    matches: dict[int, ListedParam] = {}
+    matches: dict[int, int] = {}
     left = set(range(len(saved)))
     spellings: tuple[Callable[[str], str], ...] = (str, canonical_name)
     for spelling, with_aliases in itertools.product(spellings, (False, True)):
@@ -449,7 +481,7 @@ def _match_names(current: list[ListedParam], saved: list[ListedParam]) -> dict[i
         for name, i in _by_name(current, spelling, with_aliases=with_aliases).items():
             if i not in matches and (j := by_name.get(name)) in left:
                 left.remove(j)
-                matches[i] = saved[j]
+                matches[i] = j
     return matches
 
 

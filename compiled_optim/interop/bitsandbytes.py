@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from compiled_optim.catalogue import named
-from compiled_optim.checkpoint.read import refuse_foreign
+from compiled_optim.checkpoint.read import Checkpoint
 from compiled_optim.groups.parameters import parameter_name
 from compiled_optim.interop.forms import by_parameter, count, group_for, in_float32, indexed, scaled
 from compiled_optim.interop.replace_files import Keep, in_memory
@@ -149,7 +149,7 @@ def _decoded_entries(keep: Keep, rule: _Rule, entries: Mapping[str, Any], where:
 
 def encode(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
     """Convert a state dict of Adam, AdamW, Lion or SGD to bitsandbytes', indexed, in 32 bits."""
-    refuse_foreign(state_dict, "bitsandbytes")
+    Checkpoint.of(state_dict).refuse_foreign("bitsandbytes")
     content = indexed(state_dict)
     states = [content["state"].get(param, {}) for group in content["param_groups"] for param in group["params"]]
     averages = max((tuple(sorted({*entries} - {"step"})) for entries in states), default=())

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from compiled_optim.checkpoint.read import is_optimis
 from compiled_optim.interop import (
     bitsandbytes,
     dcp,
@@ -58,7 +57,7 @@ CONTAINERS = {
 """The kinds by name of their form. The first one that matches a path reads it."""
 
 LAYOUTS = {
-    "optimi": Layout(is_optimis, optimi.decode, optimi.encode),
+    "optimi": Layout(optimi.matches, optimi.decode, optimi.encode),
     "bitsandbytes": Layout(bitsandbytes.matches, bitsandbytes.decode, bitsandbytes.encode),
     "flashoptim": Layout(flashoptim.matches, flashoptim.decode, None),
     "fused": Layout(fused_adam.matches, fused_adam.decode, fused_adam.encode),

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from compiled_optim.checkpoint.read import named, refuse_foreign
+from compiled_optim.checkpoint.read import Checkpoint
 from compiled_optim.interop.bitsandbytes import WRAPPER
 from compiled_optim.interop.forms import UNORDERED, with_steps
 from compiled_optim.interop.replace_files import Keep, Writers, as_bytes, check_regular, keeper
@@ -237,8 +237,9 @@ def _exact(value: Any) -> Any:
 
 def content_of(state_dict: dict[str, Any], keep: Keep) -> dict[str, Any]:
     """Return the flat layout that torch's ``set_optimizer_state_dict`` and torchtitan read, under ``optimizer``."""
-    refuse_foreign(state_dict, "torch.distributed.checkpoint")
-    saved = with_steps(named(state_dict), torch.float32)
+    read = Checkpoint.of(state_dict)
+    read.refuse_foreign("torch.distributed.checkpoint")
+    saved = with_steps(read.named().as_dict(), torch.float32)
     flat = {
         f"state.{n}.{key}": _compact(value, keep) for n, entries in saved["state"].items() for key, value in entries.items()
     }

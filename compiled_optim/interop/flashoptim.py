@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.read import foreign_state
+from compiled_optim.checkpoint.read import Checkpoint
 from compiled_optim.interop.forms import by_parameter, scaled
 from compiled_optim.interop.replace_files import Keep
 
@@ -25,8 +25,7 @@ def matches(state_dict: Mapping[str, Any]) -> bool:
 
 def decode(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
     """Convert FlashOptim's state dict. ``error_bits`` need the weights, which it does not hold: ``lossy`` drops them."""
-    foreign = foreign_state(state_dict)
-    split = [k for k, v in state_dict["state"].items() if k not in foreign and "error_bits" in v]
+    split = [key for key, entries in Checkpoint.of(state_dict).state.items() if "error_bits" in entries]
     if split and not lossy:
         raise ValueError(
             f"the state of {', '.join(map(repr, split))} has error_bits, which cannot be read without the weights; "

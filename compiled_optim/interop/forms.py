@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.catalogue import every_optimizer
-from compiled_optim.checkpoint.read import check, foreign_options, foreign_state, group_names, named, with_foreign
+from compiled_optim.checkpoint.read import Checkpoint, foreign_options
 from compiled_optim.checkpoint.state_dict import is_orphan, known_names
 from compiled_optim.groups.param_group import group_keys
 from compiled_optim.interop.replace_files import Keep, in_memory
@@ -45,7 +45,7 @@ _WITHOUT_EFFECT = {
 def checked(content: Any, keep: Keep = in_memory) -> dict[str, Any]:
     """Return ``content`` as a state dict of plain values. Raise ``ValueError`` if it is none."""
     content = plain(content, "the state dict", _MAX_DEPTH, keep)
-    check(content)
+    Checkpoint.of(content)
     return dict(content)
 
 
@@ -104,14 +104,13 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
 
     Also if two parameters are called 1 and "1".
     """
-    params = {param for group in state_dict["param_groups"] for param in group["params"]}
-    if len({type(param) for param in params}) > 1:
+    saved, known = Checkpoint.of(state_dict), known_names()
+    if len({type(param) for group in saved.groups for param in group.params}) > 1:
         raise ValueError("the groups list some parameters by name and others by number")
-    known, foreign = known_names(), foreign_state(state_dict)
-    if orphans := [key for key, value in foreign.items() if is_orphan(key, value, known)]:
+    if orphans := [key for key, value in saved.foreign.items() if is_orphan(key, value, known)]:
         raise ValueError(f"the state of {min(orphans, key=str)!r} belongs to no parameter of a group")
-    for index, group in enumerate(state_dict["param_groups"]):
-        for key, value in foreign_options([group]).items():
+    for index, group in enumerate(saved.groups):
+        for key, value in foreign_options([group.entries]).items():
             raise ValueError(f"param_groups[{index}] has {key}={value!r}, which has no counterpart")
 
 
@@ -128,16 +127,16 @@ def listed(keys: Collection[Any]) -> str:
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
     """Return ``state_dict`` with step counts as 0-dim tensors of ``dtype``. Raise ``ValueError`` if it cannot hold one."""
-    exact, foreign = int(2 / torch.finfo(dtype).eps), foreign_state(state_dict)
+    exact, saved = int(2 / torch.finfo(dtype).eps), Checkpoint.of(state_dict)
 
     def tensor(value: Any, param: object) -> Tensor:
         return torch.tensor(count(value, f"the step of {param!r}", below=exact), dtype=dtype, device="cpu")
 
-    counted = [(param, entries) for param, entries in state_dict["state"].items() if param not in foreign]
     state = {
-        p: {key: tensor(value, p) if key == "step" else value for key, value in entries.items()} for p, entries in counted
+        param: {key: tensor(value, param) if key == "step" else value for key, value in entries.items()}
+        for param, entries in saved.state.items()
     }
-    return {**state_dict, "state": with_foreign(state, foreign)}
+    return saved._replace(state=state).as_dict()
 
 
 def _number(value: Any, where: str, below: float = math.inf) -> float:
@@ -162,29 +161,24 @@ def indexed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: it is no state dict, or the order of its parameters, which indices depend on, is not known.
     """
-    check(state_dict)
-    if state_dict.get(UNORDERED):
+    saved = Checkpoint.of(state_dict)
+    if saved.others.get(UNORDERED):
         raise ValueError(
             "the order of the parameters is not in the checkpoint, only their names: convert it to 'named', 'safetensors' "
             "or 'dcp'; load_named_state_dict takes the named one, and the optimizer's state_dict() then has the order"
         )
     index: dict[Any, int] = {}
-    for group in state_dict["param_groups"]:
-        for param in group["params"]:
+    for group in saved.groups:
+        for param in group.params:
             index.setdefault(param, len(index))
-    groups = []
-    for group in state_dict["param_groups"]:
-        names = group_names(group)
-        options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-        numbers = {"params": [index[p] for p in group["params"]]}
-        groups.append(options | numbers | ({"param_names": list(names)} if names else {}))
-    state = {index[key]: dict(entries) for key, entries in state_dict["state"].items() if key in index}
-    return {**state_dict, "state": with_foreign(state, foreign_state(state_dict)), "param_groups": groups}
+    groups = [g._replace(params=tuple([index[param] for param in g.params]), is_named=False) for g in saved.groups]
+    state: dict[Any, dict[Any, Any]] = {index[key]: entries for key, entries in saved.state.items()}
+    return saved._replace(groups=tuple(groups), state=state).as_dict()
 
 
 def for_names(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
     """Return the named form."""
-    return named(with_steps(state_dict, torch.float64))
+    return Checkpoint.of(with_steps(state_dict, torch.float64)).named().as_dict()
 
 
 def for_us(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
@@ -198,8 +192,7 @@ def for_torch(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
         if others := [key for key in ("decouple_lr", "decouple_wd") if group.get(key)]:
             raise ValueError(f"param_groups[{i}] has {others[0]}={group[others[0]]}, which torch.optim lacks")
     content = indexed(with_steps(state_dict, torch.float32))
-    foreign = foreign_state(content)
-    for param, entries in ((key, value) for key, value in content["state"].items() if key not in foreign):
+    for param, entries in Checkpoint.of(content).state.items():
         if others := [entry for entry in entries if entry in PARTS or is_coded(entry, entries)]:
             raise ValueError(
                 f"the state of {param!r} has {others[0]!r} in a form that torch.optim lacks; load it into an optimizer "
@@ -223,8 +216,8 @@ def by_parameter(
     ``options`` gets a group and its name for messages; ``entries`` gets a state, its old group, and the state's name.
     """
     state, groups = dict(state_dict["state"]), []
-    for i, group in enumerate(state_dict["param_groups"]):
-        for param, name in zip(group["params"], group_names(group) or group["params"], strict=True):
+    for i, (group, saved) in enumerate(zip(state_dict["param_groups"], Checkpoint.of(state_dict).groups, strict=True)):
+        for param, name in zip(saved.params, saved.names or saved.params, strict=True):
             if state.get(param):
                 state[param] = entries(state[param], group, f"the state of {name!r}")
         groups.append(options(group, f"param_groups[{i}]"))

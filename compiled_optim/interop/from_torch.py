@@ -19,8 +19,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from compiled_optim.by_name import labeling
 from compiled_optim.catalogue import named
+from compiled_optim.checkpoint.group_values import copied
 from compiled_optim.checkpoint.read import foreign_options
-from compiled_optim.checkpoint.state_dict import copied
 from compiled_optim.groups.param_group import group_keys
 from compiled_optim.groups.parameters import first_three, named_parameters
 from compiled_optim.interop import bitsandbytes, fused_adam, optimi

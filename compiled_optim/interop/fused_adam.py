@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from compiled_optim.catalogue import named
-from compiled_optim.checkpoint.read import refuse_foreign
+from compiled_optim.checkpoint.read import Checkpoint
 from compiled_optim.interop.forms import by_parameter, count, group_for, in_float32, indexed
 from compiled_optim.interop.replace_files import Keep, in_memory
 from compiled_optim.optimizer import CompiledOptimizer
@@ -71,7 +71,7 @@ def _decoded_entries(entries: Mapping[str, Any], group: Mapping[str, Any], where
 
 def encode(state_dict: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
     """Convert a state dict to FusedAdam's, indexed. ``adam_w_mode`` is not in it: the constructor sets that."""
-    refuse_foreign(state_dict, _FORM)
+    Checkpoint.of(state_dict).refuse_foreign(_FORM)
     content = indexed(state_dict)
     result = by_parameter(content, partial(_encoded_options, content["state"]), partial(_encoded_entries, keep))
     return {"state": result["state"], "param_groups": result["param_groups"]}

@@ -18,14 +18,14 @@ from torch.optim import Optimizer
 from compiled_optim.catalogue import IN_OPTIMI, every_optimizer, named
 from compiled_optim.checkpoint.read import (
     OPTIMIS_MARKS,
+    Checkpoint,
     Unloadable,
     as_number,
     as_tensor,
     described,
-    foreign_state,
+    is_optimis,
     is_set,
     naming,
-    refuse_foreign,
 )
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import parameter_names, parameters_of
@@ -59,6 +59,11 @@ def _factors(betas: Sequence[float], step: float) -> dict[str, float]:
     """Return the factors that turn optimi's buffers after ``step`` steps into this package's, by name."""
     names = ("exp_avg", "exp_avg_sq") if len(betas) == 2 else ("exp_avg", "exp_avg_diff", "exp_avg_sq")
     return {name: 1 - beta**step for name, beta in zip(names, betas, strict=True)} | {"prev_grad": -1.0}
+
+
+def matches(state_dict: Mapping[str, Any]) -> bool:
+    """Return whether an optimizer of optimi saved ``state_dict``."""
+    return is_optimis(state_dict["param_groups"])
 
 
 def decode(state_dict: Mapping[str, Any], keep: Keep, *, lossy: bool) -> dict[str, Any]:
@@ -97,7 +102,7 @@ def from_optimi(
             for param in [param for param in group["params"] if param in state_dict["state"]]:
                 entries = {k: v for k, v in state_dict["state"][param].items() if v is not None and k not in ignored}
                 state[param] = _keep_all(_read_state(entries, group, betas, where), keep)
-    return {"state": state | foreign_state(state_dict), "param_groups": groups}
+    return {"state": state | Checkpoint.of(state_dict).foreign, "param_groups": groups}
 
 
 def _keep_all(entries: Mapping[str, Any], keep: Keep) -> dict[str, Any]:
@@ -212,7 +217,7 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared], keep: Keep 
     Raises:
         ValueError: an option or a state entry has no counterpart there.
     """
-    refuse_foreign(state_dict, "optimi")
+    Checkpoint.of(state_dict).refuse_foreign("optimi")
     state: dict[int, dict[str, Any]] = {}
     fields = (field for kind in kinds for each in (Hyper, Static, Option) for field in kind._fields_of(each))
     groups, keys = [], {"maximize", *(field.name for field in fields)}

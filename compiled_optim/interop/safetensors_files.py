@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.checkpoint.read import group_names, named, refuse_foreign
+from compiled_optim.checkpoint.read import Checkpoint
 from compiled_optim.interop.forms import checked, with_steps
 from compiled_optim.interop.replace_files import Keep, Writers, as_bytes, check_regular
 from compiled_optim.interop.torch_files import reason
@@ -87,9 +87,10 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 def content_of(state_dict: dict[str, Any], keep: Keep) -> tuple[str, dict[str, Tensor]]:
     """Return the JSON text of the groups, and the tensors by name."""
-    refuse_foreign(state_dict, "safetensors")
-    has_names = all(group_names(group) is not None for group in state_dict["param_groups"])
-    state_dict = with_steps(named(state_dict) if has_names else state_dict, torch.float64)
+    saved = Checkpoint.of(state_dict)
+    saved.refuse_foreign("safetensors")
+    has_names = all(group.names is not None for group in saved.groups)
+    state_dict = with_steps(saved.named().as_dict() if has_names else state_dict, torch.float64)
     memory: set[int] = set()
     tensors = {
         _tensor_name(param, entry): _tensor(value, f"the state {entry!r} of {param!r}", memory, keep)

@@ -78,7 +78,7 @@ def has_memory(tensor: Tensor) -> bool:
 
     They are not if its class only wraps other tensors, or if its storage was freed or shortened.
     """
-    if tensor.numel() == 0:
+    if not (count := tensor.numel()):
         return True
     if type(tensor) not in TORCH_TYPES and torch_internals.is_fake(tensor):
         return False
@@ -87,8 +87,8 @@ def has_memory(tensor: Tensor) -> bool:
             return False
     except RuntimeError:  # torch's error for tensors without a data pointer varies with the version
         return False
-    reach = tensor.numel() if tensor.is_contiguous() else _reach(tensor)
-    return (tensor.storage_offset() + reach) * tensor.element_size() <= tensor.untyped_storage().nbytes()
+    reach = count if tensor.is_contiguous() else _reach(tensor)
+    return (tensor.storage_offset() + reach) * tensor.itemsize <= tensor.untyped_storage().nbytes()
 
 
 def is_lost(tensor: Tensor) -> bool:
@@ -100,8 +100,9 @@ def is_lost(tensor: Tensor) -> bool:
 
 def span(tensor: Tensor) -> tuple[int, int]:
     """Return the address of a tensor's first byte, and the address behind its last one."""
-    start, reach = tensor.data_ptr(), tensor.numel() if tensor.is_contiguous() or not tensor.numel() else _reach(tensor)
-    return start, start + reach * tensor.element_size()
+    count = tensor.numel()
+    start, reach = tensor.data_ptr(), _reach(tensor) if count and not tensor.is_contiguous() else count
+    return start, start + reach * tensor.itemsize
 
 
 def overlap_shifted(first: Tensor, second: Tensor) -> bool:

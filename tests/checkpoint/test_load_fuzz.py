@@ -19,6 +19,7 @@ from loading import (
     SHAPE,
     Incomparable,
     Liar,
+    Named,
     Opaque,
     Uncopyable,
     Wrapper,
@@ -103,17 +104,14 @@ ODD: list[Callable[[tuple[int, ...]], Any]] = [
     lambda shape: fake(*shape),
     lambda shape: freed(*shape),
     lambda shape: freed(*shape, size=4),
-    lambda shape: freed(*shape).as_subclass(_Named),
+    lambda shape: [freed(*shape).as_subclass(Named)],
+    lambda shape: freed(*shape).as_subclass(Named),
     lambda shape: quantized(*shape),
     lambda shape: nested(),
     lambda shape: torch.ones(5).to_mkldnn(),
     lambda shape: torch.ones(*shape, 1),
     lambda shape: torch.inference_mode()(torch.ones)(shape),
 ]
-
-
-class _Named(torch.Tensor):
-    """A subclass that is a tensor like any other."""
 
 
 def _circle(value: Any) -> Any:

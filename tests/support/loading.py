@@ -119,6 +119,10 @@ class Opaque(torch.Tensor):
         raise NotImplementedError(func)
 
 
+class Named(torch.Tensor):
+    """A subclass that is a tensor like any other."""
+
+
 class Liar(Mapping[Any, Any]):
     """A mapping that names an entry and does not have it."""
 
