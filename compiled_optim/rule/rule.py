@@ -201,12 +201,12 @@ class Indices(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """One function of a rule as code in another language: its statements on an element, and its results by name.
+    """One function of a rule as code in another language: its statements, and its results by name.
 
-    They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for
-    ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and the new buffers; those of
-    ``reduce`` its means and its ``totals``, after which ``c`` has ``adapted`` attributes. ``sums`` are the expressions that
-    the end of an update adds up, by name.
+    Those on an element read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``,
+    ... for ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and the new buffers; those
+    of ``reduce`` its means and its ``totals``, after which ``c`` has ``adapted`` attributes. ``sums`` are the expressions
+    that the end of an update adds up, by name.
     """
 
     numbers: tuple[str, ...]
@@ -300,8 +300,8 @@ class Rule(Declaration):
 
     def coefficient_names(self, statics: Mapping[str, Any] | None = None) -> tuple[str, ...]:
         """Return the names of ``coefficients`` but scalars, ordered as in kernels' tables; default: of declared choices."""
-        _, returned = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
-        return tuple(name for name in returned if name not in self.scalar_names[1:])
+        written = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
+        return tuple(name for name in written.results if name not in self.scalar_names[1:])
 
     @_once
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -351,15 +351,25 @@ class Rule(Declaration):
         return self.indexed is not None and self.indexed(statics)
 
     @_once
-    def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
-        """Write ``coefficients`` of ``step``, :data:`NUMBERS`, ``hyper0``, ..., ``scalar0``, ...: statements, results."""
+    def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> Written:
+        """Write ``coefficients`` in ``dialect``. It reads ``step``, :data:`NUMBERS`, ``hyper0``, ... and ``scalar0``, ..."""
         code = Code(dialect, "c")
         values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
         values |= self.by_name(statics, _symbols(code, "hyper"))
         values |= {s.name: symbol for s, symbol in zip(self.scalars, _symbols(code, "scalar"), strict=False)}
         results = self._run("coefficients", self.coefficients, values, [s.name for s in self.scalars if not s.shared])
         results = {**{name: values[name] for name in self.shared_scalars}, **results}
-        return [s.text for s in code.statements], {name: code.operand(value) for name, value in results.items()}
+        return Written(NUMBERS, code.statements, {name: code.operand(value) for name, value in results.items()})
+
+    @_once
+    def written_adapt(self, statics: Mapping[str, Any], totals: tuple[str, ...], dialect: Dialect) -> Written:
+        """Write ``adapt`` in ``dialect``. It reads ``total0``, ..., ``hyper0``, ... and ``shared0``, ..."""
+        assert self.adapt is not None
+        code = Code(dialect, "a")
+        values = {**statics, **dict(zip(totals, _symbols(code, "total"), strict=False))}
+        values |= dict(zip(self.shared_scalars, _symbols(code, "shared"), strict=False))
+        results = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
+        return Written(totals, code.statements, {name: code.operand(value) for name, value in results.items()})
 
     @_once
     def written(self, statics: Mapping[str, Any], dialect: Dialect, sums: tuple[str, ...] = ()) -> list[Written]:
@@ -373,7 +383,7 @@ class Rule(Declaration):
             reductions = self._run("reduce", function, self._element(statics, code, names))
             for name, value in reductions.items():
                 if not isinstance(value, Reduction):
-                    raise TypeError(f"{self.name}.reduce returns a {name} that is neither mean(...) nor total(...)")
+                    raise TypeError(f"{self.name}.reduce returns no mean or total for {name}; write {name}=mean(...)")
             reductions = dict(sorted(reductions.items(), key=lambda item: item[1].is_total))  # means first
             totals = tuple(name for name in reductions if reductions[name].is_total)
             adapted = self._adapted_names(statics, totals) if stage == 0 else ()
@@ -393,20 +403,17 @@ class Rule(Declaration):
     def written_in_full(self, statics: Mapping[str, Any], dialect: Dialect) -> str:
         """Return a text that differs for elementwise rules of other operations under these choices.
 
-        Steps of torch operations call ``coefficients`` anew, and take the rest as it was first written in ``dialect``.
+        Steps take the functions as they were first written.
         """
-        anew = dataclasses.replace(self)
-        return repr((self.scalar_names, anew.written_coefficients(statics, PLAIN), self.written(statics, dialect)))
+        return repr((self.scalar_names, self.written_coefficients(statics, dialect), self.written(statics, dialect)))
 
-    def _adapted_names(self, statics: Mapping[str, Any], totals: Sequence[str]) -> tuple[str, ...]:
+    def _adapted_names(self, statics: Mapping[str, Any], totals: tuple[str, ...]) -> tuple[str, ...]:
         """Return the attributes of ``c`` that ``adapt`` returns."""
         if self.adapt is None:
             return ()
         if not totals:
             raise TypeError(f"{self.name}.adapt is for totals, and reduce returns none")
-        code = Code(PLAIN, "a")
-        values = {**statics, **{name: Symbol(code, name) for name in (*totals, *self.shared_scalars)}}
-        results = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
+        results = self.written_adapt(statics, totals, PLAIN).results
         return tuple(name for name in results if name not in self.shared_scalars)
 
     @functools.cached_property
@@ -444,10 +451,6 @@ class Rule(Declaration):
         for name in ("param", *present):
             if (now := tuple(results[name].shape)) != (was := tuple(values[name].shape)):
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
-
-    def evaluated(self, values: Values) -> dict[str, Any]:
-        """Return the results of ``coefficients``, and the shared scalars unchanged."""
-        return {**{name: values[name] for name in self.shared_scalars}, **self.coefficients(values)}
 
     def updated(self, values: Values) -> dict[str, Any]:
         """Return the new ``param`` and the new buffers, by name."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,14 +32,14 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Mapping[str, str], in
     hyperparameter or coefficient, or a row of the table. In a definition or store, a second ``{}`` is its row or value.
     """
     rule, statics, define = key.rule, dict(key.statics), dialect.statement.format
-    code = Code(dialect, "s")
+    code = Code(dataclasses.replace(dialect, typed_words=frozenset()), "s")  # no numbers but 1 and 0
     controls = {f"control{i}": accesses["control"].format(i) for i in range(len(NAMES))}
     clipping = dict(zip(NAMES, (Symbol(code, name) for name in controls), strict=True))
     factor, norm, skip = map(code.operand, scaled(Symbol(code, "square_sum"), **clipping))
 
-    lines, returned = rule.written_coefficients(statics, dialect)
-    scalars = ["step", *(returned[s.name] for s in rule.scalars)]
-    numbers = [returned[name] for name in rule.coefficient_names(statics)]
+    written = rule.written_coefficients(statics, dialect)
+    scalars = ["step", *(written.results[s.name] for s in rule.scalars)]
+    numbers = [written.results[name] for name in rule.coefficient_names(statics)]
     hypers = sum(h.length for h in rule.present_hypers(statics))
     reads = {name: accesses["row"].format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
     reads["step"] = accesses["scalar"].format(0) + " + 1"
@@ -47,7 +48,7 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Mapping[str, str], in
     coefficients = [
         *(accesses["address"].format(i, SCALARS + i) for i in range(len(scalars))),
         *map(define, reads, reads.values()),
-        *lines,
+        *written.lines,
         *(accesses["store_scalar"].format(i, value) for i, value in enumerate(scalars)),
         *(accesses["store_coefficient"].format(i, value) for i, value in enumerate(numbers, 1)),
     ]
