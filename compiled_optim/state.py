@@ -169,6 +169,7 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     values: dict[str, float | Tensor] = {"step": 0.0}
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
     for field in fields:
+        assert not callable(field.init), "a finished rule has is_copy instead"
         value = group[field.init] if isinstance(field.init, str) else field.init
         recorded = isinstance(field, Buffer) and group.get("differentiable", False)
         values[field.name] = value.detach() if isinstance(value, Tensor) and not recorded else value
@@ -202,7 +203,7 @@ class StateForm(NamedTuple):
 
         def of(position: int) -> StateForm:
             chosen = choices_of(declaration.options, group, index, position) if options else {}
-            facts = {f.name: f.of(params[position].shape) for f in declaration.facts}
+            facts = {f.name: f.holds(params[position].shape, declaration.name) for f in declaration.facts}
             if (key := (*chosen.items(), *facts.items())) not in cache:
                 choices = {**statics, **chosen, **facts, **structural}
                 cache[key] = choices, declaration.present_buffers(choices)

@@ -68,7 +68,7 @@ def evaluated(
         present = is_taken if present is None else present & is_taken
         factor, skip = factor * clip, skipped.expand_as(factor)
     step = scalars[0] + 1
-    values: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
+    values: dict[str, Any] = dict(zip(rule.inputs(statics), numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
     values |= {"step": step, **{f"hyper{i}": hyper for i, hyper in enumerate(hypers)}}
     values |= {f"scalar{i}": scalar for i, scalar in enumerate(scalars[1:].unbind())}
     rows = {
@@ -106,7 +106,7 @@ class TorchCoefficients:
 
     def __init__(self, plan: Plan, clipping: Clipping) -> None:
         self.plan, self._clipping = plan, clipping
-        self.neutral = [name for name, row in plan.numbers.items() if {*row} == {1.0}]
+        self.neutral = [name for name in NUMBERS if {*plan.numbers[name]} == {1.0}]
         rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -27,6 +28,9 @@ Decays: TypeAlias = Literal["gradient", "weights", None]
 
 NUMBERS = ("resolution", "lr_scale", "seed")
 """Numbers of each parameter for ``coefficients``: its dtype's machine epsilon, its group's choice, a random number."""
+
+NUMEL = "numel"
+"""One more, for rules that read it: the number of its real elements, or 1 for none; a DTensor counts in full."""
 
 TRAIN_MODE = "train_mode"
 """The group entry that is true while the parameters are the ones to train, for a rule with other ``views`` of them."""
@@ -169,10 +173,14 @@ class Declaration:
 
 
 class Reduction(NamedTuple):
-    """An elementwise expression to reduce: to a sum over all parameters (``is_total``), or to a mean over each tensor."""
+    """An elementwise expression to reduce: to a sum over all parameters (``is_total``), or to a mean over each tensor.
+
+    ``is_sum`` is a sum over each tensor; rules have means in place of these before anything runs them.
+    """
 
     expression: Any
     is_total: bool
+    is_sum: bool = False
 
 
 def mean(expression: Any) -> Reduction:
@@ -180,9 +188,14 @@ def mean(expression: Any) -> Reduction:
     return Reduction(expression, is_total=False)
 
 
-def total(expression: Any) -> Reduction:
-    """Reduce to the sum of ``expression`` over all parameters with a gradient, devices and processes. For ``reduce``."""
-    return Reduction(expression, is_total=True)
+def total(expression: Any, *, over: Literal["all", "tensor"] = "all") -> Reduction:
+    """Reduce to the sum of ``expression`` over all parameters with a gradient, devices and processes. For ``reduce`` only.
+
+    With ``over="tensor"`` it is over each tensor, all shards of a DTensor.
+    """
+    if over not in ("all", "tensor"):
+        raise NotWritable(f"has a total over {over!r}; it must be 'all' or 'tensor'")
+    return Reduction(expression, is_total=over == "all", is_sum=over == "tensor")
 
 
 def ema(betas: Sequence[Any]) -> dict[str, Any]:
@@ -270,6 +283,9 @@ class Rule(Declaration):
         """
         if self.axes is not None and self.granularity != "tensor":
             raise TypeError(f"{self.name}.axes is for the granularity 'tensor'")
+        for fact, shape in itertools.product(self.facts, _SHAPES):
+            with contextlib.suppress(IndexError, ValueError):  # of a function for other shapes
+                fact.holds(torch.Size(shape), self.name)
         if self.reductions and not self.is_elementwise:
             raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
         if self.views and not (self.is_elementwise and self.views.keys() == {"eval", "train"}):
@@ -286,6 +302,12 @@ class Rule(Declaration):
             for name, view in self.views.items():
                 values = self._element(statics, Code(PLAIN, "v"), names)
                 self._called(f"views[{name!r}]", view, {n: value for n, value in values.items() if n != "grad"})
+            for b in self.buffers if self.is_elementwise else ():
+                if callable(b.init):
+                    values = self._element(statics, code := Code(PLAIN, "b"), names)
+                    known = {n: value for n, value in values.items() if n not in {b.name for b in self.buffers}}
+                    start = self._called(f"{b.name}.init", ByName(b.init), known)
+                    self._called(f"{b.name}.init", code.operand, start)
             for shape in _STACKS.get(self.granularity, ()):
                 self._check_stack(statics, names, shape)
 
@@ -320,6 +342,13 @@ class Rule(Declaration):
                 indices[stage] = Indices(slice(start, end), slice(total, end), slice(total, end + len(written.adapted)))
         return indices
 
+    @_once
+    def inputs(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the numbers of each parameter that ``coefficients`` takes: :data:`NUMBERS`, and what else it reads."""
+        written = self.written_coefficients(statics, PLAIN)
+        read = {name for statement in written.statements for name in statement.reads}.union(written.results.values())
+        return (*NUMBERS, NUMEL) if NUMEL in read else NUMBERS
+
     def seeing(self, seen: Callable[[Values], Values], **changes: Any) -> Rule:
         """Return this rule with ``changes``; its elementwise functions get ``seen(values)`` instead of their values."""
 
@@ -338,6 +367,18 @@ class Rule(Declaration):
 
         return dataclasses.replace(self, update=update, reductions=(), adapt=None)
 
+    def tensor_sums(self) -> frozenset[str]:
+        """Return the names of the sums over a tensor that ``reduce`` returns under any choices."""
+        names: dict[bool, set[str]] = {False: set(), True: set()}
+        for statics in self._situations() if self.reductions else ():
+            for function in self.reductions:
+                values = self._element(statics, Code(PLAIN, "e"), self.coefficient_names(statics))
+                for name, reduction in function(values).items():
+                    names[reduction.is_sum].add(name)
+        if both := sorted(names[True] & names[False]):
+            raise TypeError(f"{self.name}.reduce returns {both[0]} as a total over a tensor, and as something else")
+        return frozenset(names[True])
+
     def has_totals(self, statics: Mapping[str, Any] | None = None) -> bool:
         """Return whether ``reduce`` sums over all parameters under ``statics``; by default, under the declared ones."""
         statics = next(self._situations()) if statics is None else statics
@@ -352,9 +393,9 @@ class Rule(Declaration):
 
     @_once
     def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> Written:
-        """Write ``coefficients`` in ``dialect``. It reads ``step``, :data:`NUMBERS`, ``hyper0``, ... and ``scalar0``, ..."""
+        """Write ``coefficients`` in ``dialect``. It reads ``step``, :meth:`inputs`, ``hyper0``, ... and ``scalar0``, ..."""
         code = Code(dialect, "c")
-        values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
+        values: dict[str, Any] = {name: Symbol(code, name) for name in ("step", *NUMBERS, NUMEL)} | dict(statics)
         values |= self.by_name(statics, _symbols(code, "hyper"))
         values |= {s.name: symbol for s, symbol in zip(self.scalars, _symbols(code, "scalar"), strict=False)}
         results = self._run("coefficients", self.coefficients, values, [s.name for s in self.scalars if not s.shared])
@@ -440,7 +481,7 @@ class Rule(Declaration):
     def _check_stack(self, statics: Mapping[str, Any], names: tuple[str, ...], shape: tuple[int, ...]) -> None:
         """Run ``update``, whose ``c`` has the attributes ``names``, on a stack of this shape."""
         count, size = shape[0], torch.Size(shape[1:])
-        choices = {**statics, **{f.name: f.of(size) for f in self.facts}}
+        choices = {**statics, **{f.name: f.holds(size, self.name) for f in self.facts}}
         present = self.present_buffers(choices)
         ones = functools.partial(torch.ones, device="cpu")
         values: dict[str, Any] = {name: ones(shape) for name in ("param", "grad")}
@@ -505,6 +546,8 @@ def _symbols(code: Code, prefix: str) -> Iterator[Symbol]:
     """Yield symbols named ``prefix`` and a number, without end."""
     return (Symbol(code, f"{prefix}{i}") for i in itertools.count())
 
+
+_SHAPES = (), (5,), (4, 5), (3, 2, 4, 5)  # to try facts on
 
 # Shapes of stacks to try a rule on: without columns of 1, in both orientations.
 _STACKS: dict[str, tuple[tuple[int, ...], ...]] = {"tensor": ((2, 5), (2, 3, 4, 5)), "matrix": ((2, 3, 5), (2, 5, 3))}

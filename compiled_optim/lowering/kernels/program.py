@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -12,7 +13,6 @@ from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP_I
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.clipping import NAMES, scaled
 from compiled_optim.plan.compilations import KernelKey
-from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.rule.symbols import Code, Dialect, Symbol
 
 
@@ -41,7 +41,8 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Mapping[str, str], in
     scalars = ["step", *(written.results[s.name] for s in rule.scalars)]
     numbers = [written.results[name] for name in rule.coefficient_names(statics)]
     hypers = sum(h.length for h in rule.present_hypers(statics))
-    reads = {name: accesses["row"].format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
+    rows = itertools.chain(range(FIRST_NUMBER, SCALARS), itertools.count(SCALARS + len(scalars)))
+    reads = {name: accesses["row"].format(row) for name, row in zip(rule.inputs(statics), rows, strict=False)}
     reads["step"] = accesses["scalar"].format(0) + " + 1"
     reads |= {f"scalar{i - 1}": accesses["scalar"].format(i) for i in range(1, len(scalars))}
     reads |= {f"hyper{i}": accesses["hyper"].format(i) for i in range(hypers)}
