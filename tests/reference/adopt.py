@@ -20,7 +20,7 @@ def start(param: Tensor, h: Any) -> dict[str, Tensor]:
 def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], t: int, h: Any) -> None:
     """With ``t - 1`` for the step of the authors' code, which counts from 0."""
     given = grad = -grad if h.maximize else grad
-    decoupled = h.decoupled_weight_decay or getattr(h, "decouple_wd", False)
+    decoupled = any(getattr(h, name, False) for name in ("decoupled_weight_decay", "decouple_wd", "decouple_lr"))
     if h.weight_decay and not decoupled:
         grad = grad + h.weight_decay * param
     if t == 1:
