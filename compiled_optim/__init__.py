@@ -51,10 +51,13 @@ if TYPE_CHECKING:
     from compiled_optim.optimizers.adamw import AdamW
     from compiled_optim.optimizers.adamw_schedule_free import AdamWScheduleFree
     from compiled_optim.optimizers.adan import Adan
+    from compiled_optim.optimizers.ademamix import AdEMAMix
+    from compiled_optim.optimizers.adopt import ADOPT
     from compiled_optim.optimizers.asgd import ASGD
     from compiled_optim.optimizers.lamb import LAMB
     from compiled_optim.optimizers.lbfgs import LBFGS
     from compiled_optim.optimizers.lion import Lion
+    from compiled_optim.optimizers.mars import MARS
     from compiled_optim.optimizers.muon import Muon
     from compiled_optim.optimizers.muon_adamw import MuonAdamW
     from compiled_optim.optimizers.nadam import NAdam
@@ -65,6 +68,7 @@ if TYPE_CHECKING:
     from compiled_optim.optimizers.rmsprop import RMSprop
     from compiled_optim.optimizers.rprop import Rprop
     from compiled_optim.optimizers.sgd import SGD
+    from compiled_optim.optimizers.signum import Signum
     from compiled_optim.optimizers.sparse_adam import SparseAdam
     from compiled_optim.optimizers.stable_adamw import StableAdamW
     from compiled_optim.reports.compile import CompileReport, compile_report
@@ -78,10 +82,13 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "ADOPT",
     "ASGD",
     "LAMB",
     "LBFGS",
+    "MARS",
     "SGD",
+    "AdEMAMix",
     "Adadelta",
     "Adafactor",
     "Adagrad",
@@ -111,6 +118,7 @@ __all__ = [
     "Ranger",
     "RecompileError",
     "Rprop",
+    "Signum",
     "SparseAdam",
     "StableAdamW",
     "as_module",

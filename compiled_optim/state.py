@@ -172,6 +172,7 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     A differentiable step depends on the hyperparameter that fills a buffer: its value is then not detached from autograd.
     """
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
+    assert not any([callable(field.init) for field in fields]), "a finished rule has is_copy instead"
     values: dict[str, Any] = {"step": 0.0, **{field.name: field.init for field in fields}}
     for field, init in [(field, init) for field in fields if type(init := field.init) is str]:
         value, recorded = group[init], isinstance(field, Buffer) and group.get("differentiable", False)
@@ -208,7 +209,7 @@ class StateForm(NamedTuple):
 
         def of(position: int) -> StateForm:
             chosen = choices_of(declaration.options, group, index, position) if options else {}
-            facts = {f.name: f.of(params[position].shape) for f in declaration.facts}
+            facts = {f.name: f.holds(params[position].shape, declaration.name) for f in declaration.facts}
             if (key := (*chosen.items(), *facts.items())) not in cache:
                 choices = {**statics, **chosen, **facts, **structural}
                 cache[key] = choices, declaration.present_buffers(choices)

@@ -344,11 +344,11 @@ def is_same(a: Tensor, b: float | Tensor) -> bool:
 
 _ENTRIES = """
 H_diag acc_delta acc_delta_int8 acc_delta_scale ax col_var d d_numerator eta exact exp_avg exp_avg_diff exp_avg_diff_int8
-exp_avg_diff_scale exp_avg_int8 exp_avg_scale exp_avg_sq exp_avg_sq_int8 exp_avg_sq_scale exp_inf exp_inf_int8 exp_inf_scale
-func_evals grad_avg kahan_comp la_param master_param max_exp_avg_sq max_exp_avg_sq_int8 max_exp_avg_sq_scale momentum_buffer
-momentum_buffer_int8 momentum_buffer_scale mu mu_product n_iter old_dirs old_stps p0 pairs prev prev_flat_grad prev_grad
-prev_grad_int8 prev_grad_scale prev_loss products remainder ro row_var s square_avg square_avg_int8 square_avg_scale step
-step_size sum t variance weight_sum z
+exp_avg_diff_scale exp_avg_int8 exp_avg_scale exp_avg_slow exp_avg_slow_int8 exp_avg_slow_scale exp_avg_sq exp_avg_sq_int8
+exp_avg_sq_scale exp_inf exp_inf_int8 exp_inf_scale func_evals grad_avg kahan_comp la_param master_param max_exp_avg_sq
+max_exp_avg_sq_int8 max_exp_avg_sq_scale momentum_buffer momentum_buffer_int8 momentum_buffer_scale mu mu_product n_iter
+old_dirs old_stps p0 pairs prev prev_flat_grad prev_grad prev_grad_int8 prev_grad_scale prev_loss products remainder ro
+row_var s square_avg square_avg_int8 square_avg_scale step step_size sum t variance weight_sum z
 """  # of this package's, torch.optim's and optimi's optimizers in a parameter's state
 
 

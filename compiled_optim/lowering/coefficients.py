@@ -15,6 +15,7 @@ from torch import Tensor
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointers, Kernel, TensorTable, upload
 from compiled_optim.lowering.kernels.triton import current_device
+from compiled_optim.lowering.list_program import TORCH, NumberProgram
 from compiled_optim.memory.layout import add_over_shards, scalar
 from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.plan.clipping import Clipping, scaled
@@ -67,16 +68,21 @@ def evaluated(
         present = is_taken if present is None else present & is_taken
         factor, skip = factor * clip, skipped.expand_as(factor)
     step = scalars[0] + 1
-    values: dict[str, Any] = dict(zip(NUMBERS, numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
-    values |= {"step": step, **statics, **rule.by_name(statics, hypers)}
-    values |= {s.name: scalar for s, scalar in zip(rule.scalars, scalars[1:].unbind(), strict=True)}
+    values: dict[str, Any] = dict(zip(rule.inputs(statics), numbers, strict=True)) | dict.fromkeys(neutral, 1.0)
+    values |= {"step": step, **{f"hyper{i}": hyper for i, hyper in enumerate(hypers)}}
+    values |= {f"scalar{i}": scalar for i, scalar in enumerate(scalars[1:].unbind())}
     rows = {
         name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
-        for name, value in rule.evaluated(values).items()
+        for name, value in _program(rule, tuple(statics.items())).run(values, step).items()
     }
     new = torch.stack([step, *(rows[s.name] for s in rule.scalars)])
     new = new if present is None else torch.where(present, new, scalars)
     return [factor, skip, *(rows[name] for name in rule.coefficient_names(statics))], new, outcome
+
+
+@functools.cache
+def _program(rule: Rule, statics: tuple[tuple[str, Any], ...]) -> NumberProgram:
+    return NumberProgram(rule.written_coefficients(dict(statics), TORCH))
 
 
 def note_outcome(outcome: Tensor, measured: Tensor, *, counts: bool) -> None:
@@ -100,7 +106,7 @@ class TorchCoefficients:
 
     def __init__(self, plan: Plan, clipping: Clipping) -> None:
         self.plan, self._clipping = plan, clipping
-        self.neutral = [name for name, row in plan.numbers.items() if {*row} == {1.0}]
+        self.neutral = [name for name in NUMBERS if {*plan.numbers[name]} == {1.0}]
         rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Callable, Collection, Sequence, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -26,8 +26,8 @@ Values: TypeAlias = dict[str, list[Any]]
 
 Store: TypeAlias = Callable[[str, list[Tensor]], list[Tensor]]
 
-TORCH = Dialect("{1}", "{}", "&", "|")
-"""Python expressions of tensors."""
+TORCH = Dialect("{1}", "{}", "&", "|", typed="like.new_full((), {})", typed_words=frozenset({"bias_correction", "where"}))
+"""Python expressions of tensors; ``like`` has the dtype of computations."""
 
 _WORDS: dict[str, Any] = {
     **{f"{name}_": word for name, word in WORDS.items()},
@@ -110,7 +110,7 @@ class ListProgram:
                 assert line.list_operation is not None
                 outputs = list(line.list_operation(*operands))
             else:
-                outputs = [line.evaluate(*each) for each in zip(*operands, strict=True)]
+                outputs = [line.evaluate(*each) for each in zip(values["param"], *operands, strict=True)]
             if line.name in early:
                 assert store is not None
                 outputs = store(early[line.name], outputs)
@@ -168,8 +168,24 @@ class _Line(NamedTuple):
 def _line(statement: Statement) -> _Line:
     reads = tuple(dict.fromkeys(statement.reads))
     forms = {t.format(*reads): operation for t, operation in _LIST_OPERATIONS.items() if t.count("{") == len(reads)}
-    evaluate = eval(f"lambda {', '.join(reads)}: {statement.text}", dict(_WORDS))
+    evaluate = eval(f"lambda {', '.join(('like', *reads))}: {statement.text}", dict(_WORDS))
     return _Line(statement.name, reads, evaluate, forms.get(statement.text))
+
+
+class NumberProgram:
+    """One of a rule's functions on numbers, ``coefficients`` or ``adapt``, as it was ``written`` in :data:`TORCH`."""
+
+    def __init__(self, written: Written) -> None:
+        texts = [(statement.name, statement.text) for statement in written.statements]
+        self._statements = [(name, compile(text, "<rule>", "eval")) for name, text in texts]
+        self._results = {name: compile(text, "<rule>", "eval") for name, text in written.results.items()}
+
+    def run(self, values: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
+        """Return the results by name, for ``values`` of the names that the statements read, in the dtype of ``like``."""
+        known = {**values, "like": like}
+        for name, code in self._statements:
+            known[name] = eval(code, _WORDS, known)
+        return {name: eval(code, _WORDS, known) for name, code in self._results.items()}
 
 
 def _together(lines: Sequence[_Line], ends: Set[str]) -> frozenset[str]:

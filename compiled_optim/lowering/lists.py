@@ -26,7 +26,6 @@ from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import LISTS, LISTS_OF_ROWS, CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.state import filled
 
 Kernel: TypeAlias = Mapping[int, Code]
@@ -241,7 +240,7 @@ def _examples(key: KernelKey, stage: int, sizes: Sequence[int]) -> tuple[list[Te
         numbers = 2 + len(key.rule.number_names(statics)[stage])
         return _on_meta([*kinds, ((len(sizes), numbers), wide)]), [[0]] * len(kinds) + [[]]
     hypers = sum(h.length for h in key.rule.present_hypers(statics))
-    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(NUMBERS), _TENSORS))
+    rows = ((1 + len(key.rule.scalars), _TENSORS), (_GROUPS, hypers), (1 + len(key.rule.inputs(statics)), _TENSORS))
     kinds = [*((shape, wide) for shape in rows), ((_TENSORS,), torch.int64), ((_TENSORS,), torch.bool)]
     kinds += [((), wide) for _ in ("total", *NAMES)]
     return _on_meta(kinds), [[1], [0], [1], [0], [0]] + [[]] * (1 + len(NAMES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from torch import Tensor
 from compiled_optim.lowering import stack_loops
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
 from compiled_optim.lowering.eager import EagerLowering
+from compiled_optim.lowering.list_program import TORCH, NumberProgram
 from compiled_optim.lowering.lists import ListLowering
 from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
@@ -157,7 +158,9 @@ class Totals:
         if any(other != names[0] for other in names):
             choices = ", ".join(s.name for s in self._rule.statics)
             raise ValueError(f"{self._rule.name} sums over all parameters, so its groups must agree in {choices}")
-        self._names = names[0]
+        self._stages = len(names[0])
+        written = self._rule.adapt and self._rule.written_adapt(self._plans[0].statics, names[0][0], TORCH)
+        self._program = NumberProgram(written) if written else None
         shared = enumerate(self._rule.scalar_names)
         self._shared = {name: row for row, name in shared if name in self._rule.shared_scalars}
         if self._shared:
@@ -170,24 +173,23 @@ class Totals:
         with torch.no_grad():
             launches = [lowering.launch_in_stages() for lowering in self._lowerings]
             sums = [next(launch) for launch in launches]
-            for stage, names in enumerate(self._names):
+            for stage in range(self._stages):
                 total = torch.stack([s.to(self._device, non_blocking=True) for s in sums]).sum(0)
-                numbers = self._adapted(names, total) if stage == 0 and self._rule.adapt is not None else total
+                numbers = total if stage or self._program is None else self._adapted(self._program, total)
                 on_devices = [numbers.to(plan.device, non_blocking=True) for plan in self._plans]
                 sums = []
                 for launch, numbers in zip(launches, on_devices, strict=True):
                     with contextlib.suppress(StopIteration):  # after the last stage
                         sums.append(launch.send(numbers))
 
-    def _adapted(self, names: Sequence[str], total: Tensor) -> Tensor:
+    def _adapted(self, program: NumberProgram, total: Tensor) -> Tensor:
         """Return ``total`` followed by the results of ``adapt`` that ``update`` reads. Assign the shared scalars."""
         plan, block = self._plans[0], self._plans[0].scalar_blocks[0]
         shared = {name: block[row, 0] for name, row in self._shared.items()}
-        values: dict[str, Any] = {**plan.statics, **shared, **dict(zip(names, total.unbind(), strict=True))}
-        elements = (t.to(plan.device, total.dtype) for h in plan.hypers for t in plan.groups[0].read_only(h.name))
-        values |= self._rule.by_name(plan.statics, elements)
-        assert self._rule.adapt is not None
-        adapted = self._rule.adapt(values).items()
+        elements = [t.to(plan.device, total.dtype) for h in plan.hypers for t in plan.groups[0].read_only(h.name)]
+        kinds = {"total": total.unbind(), "hyper": elements, "shared": [shared[n] for n in self._rule.shared_scalars]}
+        values = {f"{kind}{i}": value for kind, ordered in kinds.items() for i, value in enumerate(ordered)}
+        adapted = program.run(values, total).items()
         results = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}
         further = [value for name, value in results.items() if name not in shared]
         changed = {name: results[name] for name in shared if name in results}

@@ -24,7 +24,7 @@ from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.plan.output_memory import NO_OUTPUTS, OutputMemory
 from compiled_optim.rule.declared import rule_name
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.rule import NUMBERS, Declaration, Rule
+from compiled_optim.rule.rule import NUMBERS, NUMEL, Declaration, Rule
 from compiled_optim.state import OptimizerState, ParamState, StateForm, has_declared_entries, initial_values
 
 _SEEDS = 0x9E3779  # the distance between the seeds of a DTensor's shards
@@ -224,12 +224,13 @@ class Plan:
 
     @functools.cached_property
     def numbers(self) -> dict[str, list[float]]:
-        """By name, the :data:`NUMBERS` of the members; 1 by default."""
+        """By name, the :meth:`Rule.inputs` of the members; 1 by default."""
         chosen = {name: [m.numbers.get(name, 1.0) for m in self.members] for name in NUMBERS}
         if self.sharded and self.rule.is_elementwise and self.rule.reads_index(self.statics):  # an index is local to a shard
             shift = _SEEDS * layout.part_number(self.params[0])
             chosen["seed"] = [(seed + shift) % (1 << 24) for seed in chosen["seed"]]
-        return chosen | {"resolution": [torch.finfo(m.param.dtype).eps for m in self.members]}
+        chosen |= {"resolution": [torch.finfo(m.param.dtype).eps for m in self.members]}
+        return chosen | ({NUMEL: [float(n) for n in self.counts]} if NUMEL in self.rule.inputs(self.statics) else {})
 
     @functools.cached_property
     def scalars(self) -> Tensor:

@@ -15,7 +15,7 @@ from typing_extensions import dataclass_transform
 from compiled_optim.rule import fields
 from compiled_optim.rule.fields import Buffer, Choice, Fact, Field, Flag, Hyper, Option, Scalar, Scale, Static, Transform
 from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
-from compiled_optim.rule.transforms import PARAM, Accumulation, started
+from compiled_optim.rule.transforms import PARAM, Accumulation, started, summed
 
 _MEANINGS = {
     "coefficients": "Return the numbers for an update, made of step and hyperparameters, once for each tensor and step.",
@@ -164,20 +164,25 @@ class Declared:
     @classmethod
     def _made_rule(cls) -> Rule:
         def transformed(rule: Rule) -> Rule:
-            result = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(rule))
+            result = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(summed(rule)))
             if result is not rule:
                 result.check()
             return result
 
+        if not hasattr(cls, "coefficients"):
+            advice = "write coefficients, which returns the numbers that update finds in c, or dict()"
+            raise TypeError(f"{cls.__name__} has an update without coefficients; {advice}")
         rule = Rule(
             **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
-            coefficients=ByName(cls.coefficients),  # type: ignore[attr-defined]
+            coefficients=ByName(cls.coefficients),
             update=ByName(cls.update),  # type: ignore[attr-defined]
             **{name: getattr(cls, f"_{name}") for name in ("gradients", "advice", "granularity", "decays")},
             reductions=(ByName(cls.reduce),) if hasattr(cls, "reduce") else (),
             adapt=ByName(cls.adapt) if hasattr(cls, "adapt") else None,
             views={name: ByName(view) for name, view in cls._views.items()},
         )
+        if cls._accumulation and (computed := [b.name for b in rule.buffers if callable(b.init)]):
+            raise TypeError(f"{cls.__name__}.{computed[0]}: a function as init does not go with accumulation")
         rule.check()  # before transforms, so that errors point to the author's code
         cls._view_rules = {name: transformed(rule.viewed(name)) for name in rule.views}
         return transformed(rule)
@@ -230,6 +235,12 @@ def _check_references(declaration: Declaration) -> None:
         *((h, "when", h.when, statics) for h in declaration.hypers),
         *((h, "like", h.like, hypers) for h in declaration.hypers),
     ]
+    entries: tuple[Buffer | Scalar, ...] = (*declaration.buffers, *declaration.scalars)
+    for entry in entries:
+        init: Any = entry.init
+        if not (isinstance(init, (int, float, str)) or (callable(init) and isinstance(entry, Buffer))):
+            wanted = "a number or a name" + ", or a function" * isinstance(entry, Buffer)
+            raise TypeError(f"{declaration.name}.{entry.name}: init must be {wanted}, got {init!r}")
     for field, argument, name, known in named:
         if isinstance(name, str) and name not in known:
             there = f"must be one of {', '.join(known)}" if known else "names nothing that the class declares"

@@ -337,6 +337,14 @@ class Fact(Field):
 
     of: Callable[[torch.Size], bool]
 
+    def holds(self, shape: torch.Size, rule: str) -> bool:
+        """Return whether it holds for ``shape``. Raise ``TypeError``, with the name of the ``rule``, for another answer."""
+        answer: Any = self.of(shape)
+        if not isinstance(answer, bool):
+            what = f"{rule}.{self.name} is a condition, but its function returns {answer!r} for the shape {tuple(shape)}"
+            raise TypeError(f"{what}; coefficients may take numel, the number of elements")
+        return answer
+
 
 class Flag(Choice):
     """An argument that no rule reads (``maximize``, ``foreach``)."""
@@ -361,7 +369,8 @@ class Buffer(Field):
     or a hyperparameter: the buffer exists only where that is true, or not 0; or it is a function of the choices. It does not
     exist where the function ``unless`` is true: other buffers store it then. ``init`` is the number that fills a new buffer,
     or the name of a hyperparameter whose value does; both parts of a complex number get it. With ``"param"`` the buffer
-    begins as a copy of the parameter at the first step; the buffer of the finished rule has ``is_copy`` instead.
+    begins as a copy of the parameter at the first step, and with a function as its result: it takes arguments as ``update``
+    does, but no buffers. The buffer of the finished rule has ``is_copy`` instead.
 
     ``int8`` allows 8-bit codes: of ``"signed"`` numbers, or of ``"unsigned"`` ones, which (or whose roots) are divisors.
     Such a buffer starts at 0, and steps replace or average it: 8 bits would lose small additions to a sum.
@@ -370,7 +379,7 @@ class Buffer(Field):
     """
 
     when: str | Callable[[Mapping[str, Any]], bool] | None = None
-    init: float | str = 0.0
+    init: float | str | Callable[..., Any] = 0.0
     shape: Callable[[torch.Size], tuple[int, ...]] | None = None
     int8: Literal["signed", "unsigned"] | None = None
     dtype: Callable[[Mapping[str, Any]], torch.dtype | None] | None = None

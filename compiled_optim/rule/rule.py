@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import functools
 import inspect
@@ -27,6 +28,9 @@ Decays: TypeAlias = Literal["gradient", "weights", None]
 
 NUMBERS = ("resolution", "lr_scale", "seed")
 """Numbers of each parameter for ``coefficients``: its dtype's machine epsilon, its group's choice, a random number."""
+
+NUMEL = "numel"
+"""One more, for rules that read it: the number of its real elements, or 1 for none; a DTensor counts in full."""
 
 TRAIN_MODE = "train_mode"
 """The group entry that is true while the parameters are the ones to train, for a rule with other ``views`` of them."""
@@ -169,10 +173,14 @@ class Declaration:
 
 
 class Reduction(NamedTuple):
-    """An elementwise expression to reduce: to a sum over all parameters (``is_total``), or to a mean over each tensor."""
+    """An elementwise expression to reduce: to a sum over all parameters (``is_total``), or to a mean over each tensor.
+
+    ``is_sum`` is a sum over each tensor; rules have means in place of these before anything runs them.
+    """
 
     expression: Any
     is_total: bool
+    is_sum: bool = False
 
 
 def mean(expression: Any) -> Reduction:
@@ -180,9 +188,14 @@ def mean(expression: Any) -> Reduction:
     return Reduction(expression, is_total=False)
 
 
-def total(expression: Any) -> Reduction:
-    """Reduce to the sum of ``expression`` over all parameters with a gradient, devices and processes. For ``reduce``."""
-    return Reduction(expression, is_total=True)
+def total(expression: Any, *, over: Literal["all", "tensor"] = "all") -> Reduction:
+    """Reduce to the sum of ``expression`` over all parameters with a gradient, devices and processes. For ``reduce`` only.
+
+    With ``over="tensor"`` it is over each tensor, all shards of a DTensor.
+    """
+    if over not in ("all", "tensor"):
+        raise NotWritable(f"has a total over {over!r}; it must be 'all' or 'tensor'")
+    return Reduction(expression, is_total=over == "all", is_sum=over == "tensor")
 
 
 def ema(betas: Sequence[Any]) -> dict[str, Any]:
@@ -201,12 +214,12 @@ class Indices(NamedTuple):
 
 @dataclass(frozen=True)
 class Written:
-    """One function of a rule as code in another language: its statements on an element, and its results by name.
+    """One function of a rule as code in another language: its statements, and its results by name.
 
-    They read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``, ... for
-    ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and the new buffers; those of
-    ``reduce`` its means and its ``totals``, after which ``c`` has ``adapted`` attributes. ``sums`` are the expressions that
-    the end of an update adds up, by name.
+    Those on an element read ``param``, ``grad``, ``buffer0``, ... of the buffers that are present, ``index``, and ``k0``,
+    ... for ``numbers``, the attributes of ``c``. The results of ``update`` are the new parameter and the new buffers; those
+    of ``reduce`` its means and its ``totals``, after which ``c`` has ``adapted`` attributes. ``sums`` are the expressions
+    that the end of an update adds up, by name.
     """
 
     numbers: tuple[str, ...]
@@ -270,6 +283,9 @@ class Rule(Declaration):
         """
         if self.axes is not None and self.granularity != "tensor":
             raise TypeError(f"{self.name}.axes is for the granularity 'tensor'")
+        for fact, shape in itertools.product(self.facts, _SHAPES):
+            with contextlib.suppress(IndexError, ValueError):  # of a function for other shapes
+                fact.holds(torch.Size(shape), self.name)
         if self.reductions and not self.is_elementwise:
             raise TypeError(f"{self.name}.reduce is for an elementwise update with dense gradients")
         if self.views and not (self.is_elementwise and self.views.keys() == {"eval", "train"}):
@@ -286,6 +302,12 @@ class Rule(Declaration):
             for name, view in self.views.items():
                 values = self._element(statics, Code(PLAIN, "v"), names)
                 self._called(f"views[{name!r}]", view, {n: value for n, value in values.items() if n != "grad"})
+            for b in self.buffers if self.is_elementwise else ():
+                if callable(b.init):
+                    values = self._element(statics, code := Code(PLAIN, "b"), names)
+                    known = {n: value for n, value in values.items() if n not in {b.name for b in self.buffers}}
+                    start = self._called(f"{b.name}.init", ByName(b.init), known)
+                    self._called(f"{b.name}.init", code.operand, start)
             for shape in _STACKS.get(self.granularity, ()):
                 self._check_stack(statics, names, shape)
 
@@ -300,8 +322,8 @@ class Rule(Declaration):
 
     def coefficient_names(self, statics: Mapping[str, Any] | None = None) -> tuple[str, ...]:
         """Return the names of ``coefficients`` but scalars, ordered as in kernels' tables; default: of declared choices."""
-        _, returned = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
-        return tuple(name for name in returned if name not in self.scalar_names[1:])
+        written = self.written_coefficients(next(self._situations()) if statics is None else statics, PLAIN)
+        return tuple(name for name in written.results if name not in self.scalar_names[1:])
 
     @_once
     def number_names(self, statics: Mapping[str, Any]) -> list[tuple[str, ...]]:
@@ -319,6 +341,13 @@ class Rule(Declaration):
             if start < end:
                 indices[stage] = Indices(slice(start, end), slice(total, end), slice(total, end + len(written.adapted)))
         return indices
+
+    @_once
+    def inputs(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the numbers of each parameter that ``coefficients`` takes: :data:`NUMBERS`, and what else it reads."""
+        written = self.written_coefficients(statics, PLAIN)
+        read = {name for statement in written.statements for name in statement.reads}.union(written.results.values())
+        return (*NUMBERS, NUMEL) if NUMEL in read else NUMBERS
 
     def seeing(self, seen: Callable[[Values], Values], **changes: Any) -> Rule:
         """Return this rule with ``changes``; its elementwise functions get ``seen(values)`` instead of their values."""
@@ -338,6 +367,18 @@ class Rule(Declaration):
 
         return dataclasses.replace(self, update=update, reductions=(), adapt=None)
 
+    def tensor_sums(self) -> frozenset[str]:
+        """Return the names of the sums over a tensor that ``reduce`` returns under any choices."""
+        names: dict[bool, set[str]] = {False: set(), True: set()}
+        for statics in self._situations() if self.reductions else ():
+            for function in self.reductions:
+                values = self._element(statics, Code(PLAIN, "e"), self.coefficient_names(statics))
+                for name, reduction in function(values).items():
+                    names[reduction.is_sum].add(name)
+        if both := sorted(names[True] & names[False]):
+            raise TypeError(f"{self.name}.reduce returns {both[0]} as a total over a tensor, and as something else")
+        return frozenset(names[True])
+
     def has_totals(self, statics: Mapping[str, Any] | None = None) -> bool:
         """Return whether ``reduce`` sums over all parameters under ``statics``; by default, under the declared ones."""
         statics = next(self._situations()) if statics is None else statics
@@ -351,15 +392,25 @@ class Rule(Declaration):
         return self.indexed is not None and self.indexed(statics)
 
     @_once
-    def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> tuple[list[str], dict[str, str]]:
-        """Write ``coefficients`` of ``step``, :data:`NUMBERS`, ``hyper0``, ..., ``scalar0``, ...: statements, results."""
+    def written_coefficients(self, statics: Mapping[str, Any], dialect: Dialect) -> Written:
+        """Write ``coefficients`` in ``dialect``. It reads ``step``, :meth:`inputs`, ``hyper0``, ... and ``scalar0``, ..."""
         code = Code(dialect, "c")
-        values: dict[str, Any] = {**statics, **{name: Symbol(code, name) for name in ("step", *NUMBERS)}}
+        values: dict[str, Any] = {name: Symbol(code, name) for name in ("step", *NUMBERS, NUMEL)} | dict(statics)
         values |= self.by_name(statics, _symbols(code, "hyper"))
         values |= {s.name: symbol for s, symbol in zip(self.scalars, _symbols(code, "scalar"), strict=False)}
         results = self._run("coefficients", self.coefficients, values, [s.name for s in self.scalars if not s.shared])
         results = {**{name: values[name] for name in self.shared_scalars}, **results}
-        return [s.text for s in code.statements], {name: code.operand(value) for name, value in results.items()}
+        return Written(NUMBERS, code.statements, {name: code.operand(value) for name, value in results.items()})
+
+    @_once
+    def written_adapt(self, statics: Mapping[str, Any], totals: tuple[str, ...], dialect: Dialect) -> Written:
+        """Write ``adapt`` in ``dialect``. It reads ``total0``, ..., ``hyper0``, ... and ``shared0``, ..."""
+        assert self.adapt is not None
+        code = Code(dialect, "a")
+        values = {**statics, **dict(zip(totals, _symbols(code, "total"), strict=False))}
+        values |= dict(zip(self.shared_scalars, _symbols(code, "shared"), strict=False))
+        results = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
+        return Written(totals, code.statements, {name: code.operand(value) for name, value in results.items()})
 
     @_once
     def written(self, statics: Mapping[str, Any], dialect: Dialect, sums: tuple[str, ...] = ()) -> list[Written]:
@@ -373,7 +424,7 @@ class Rule(Declaration):
             reductions = self._run("reduce", function, self._element(statics, code, names))
             for name, value in reductions.items():
                 if not isinstance(value, Reduction):
-                    raise TypeError(f"{self.name}.reduce returns a {name} that is neither mean(...) nor total(...)")
+                    raise TypeError(f"{self.name}.reduce returns no mean or total for {name}; write {name}=mean(...)")
             reductions = dict(sorted(reductions.items(), key=lambda item: item[1].is_total))  # means first
             totals = tuple(name for name in reductions if reductions[name].is_total)
             adapted = self._adapted_names(statics, totals) if stage == 0 else ()
@@ -393,20 +444,17 @@ class Rule(Declaration):
     def written_in_full(self, statics: Mapping[str, Any], dialect: Dialect) -> str:
         """Return a text that differs for elementwise rules of other operations under these choices.
 
-        Steps of torch operations call ``coefficients`` anew, and take the rest as it was first written in ``dialect``.
+        Steps take the functions as they were first written.
         """
-        anew = dataclasses.replace(self)
-        return repr((self.scalar_names, anew.written_coefficients(statics, PLAIN), self.written(statics, dialect)))
+        return repr((self.scalar_names, self.written_coefficients(statics, dialect), self.written(statics, dialect)))
 
-    def _adapted_names(self, statics: Mapping[str, Any], totals: Sequence[str]) -> tuple[str, ...]:
+    def _adapted_names(self, statics: Mapping[str, Any], totals: tuple[str, ...]) -> tuple[str, ...]:
         """Return the attributes of ``c`` that ``adapt`` returns."""
         if self.adapt is None:
             return ()
         if not totals:
             raise TypeError(f"{self.name}.adapt is for totals, and reduce returns none")
-        code = Code(PLAIN, "a")
-        values = {**statics, **{name: Symbol(code, name) for name in (*totals, *self.shared_scalars)}}
-        results = self._run("adapt", self.adapt, values | self.by_name(statics, _symbols(code, "hyper")))
+        results = self.written_adapt(statics, totals, PLAIN).results
         return tuple(name for name in results if name not in self.shared_scalars)
 
     @functools.cached_property
@@ -433,7 +481,7 @@ class Rule(Declaration):
     def _check_stack(self, statics: Mapping[str, Any], names: tuple[str, ...], shape: tuple[int, ...]) -> None:
         """Run ``update``, whose ``c`` has the attributes ``names``, on a stack of this shape."""
         count, size = shape[0], torch.Size(shape[1:])
-        choices = {**statics, **{f.name: f.of(size) for f in self.facts}}
+        choices = {**statics, **{f.name: f.holds(size, self.name) for f in self.facts}}
         present = self.present_buffers(choices)
         ones = functools.partial(torch.ones, device="cpu")
         values: dict[str, Any] = {name: ones(shape) for name in ("param", "grad")}
@@ -444,10 +492,6 @@ class Rule(Declaration):
         for name in ("param", *present):
             if (now := tuple(results[name].shape)) != (was := tuple(values[name].shape)):
                 raise TypeError(f"{self.name}.update returns a {name} of shape {now} for one of shape {was}")
-
-    def evaluated(self, values: Values) -> dict[str, Any]:
-        """Return the results of ``coefficients``, and the shared scalars unchanged."""
-        return {**{name: values[name] for name in self.shared_scalars}, **self.coefficients(values)}
 
     def updated(self, values: Values) -> dict[str, Any]:
         """Return the new ``param`` and the new buffers, by name."""
@@ -502,6 +546,8 @@ def _symbols(code: Code, prefix: str) -> Iterator[Symbol]:
     """Yield symbols named ``prefix`` and a number, without end."""
     return (Symbol(code, f"{prefix}{i}") for i in itertools.count())
 
+
+_SHAPES = (), (5,), (4, 5), (3, 2, 4, 5)  # to try facts on
 
 # Shapes of stacks to try a rule on: without columns of 1, in both orientations.
 _STACKS: dict[str, tuple[tuple[int, ...], ...]] = {"tensor": ((2, 5), (2, 3, 4, 5)), "matrix": ((2, 3, 5), (2, 5, 3))}

@@ -44,6 +44,8 @@ def word(function: Callable[_P, _R]) -> Callable[_P, _R]:
         for value in values:
             if isinstance(value, Symbol) and function.__name__ not in value.code.dialect.spelled_out:
                 return cast(_R, value.code.call(function.__name__, *values))
+        if all(isinstance(value, (int, float)) for value in values):
+            raise NotWritable(f"calls {function.__name__} of Python numbers; compute it with Python's own functions")
         return function(*values, **named)
 
     WORDS[function.__name__] = traced
@@ -72,6 +74,7 @@ class Kind(NamedTuple):
     is_int: bool = False  # a 32-bit integer
     per_group: bool = False  # one for each group of elements
     after_reduce: bool = False  # depends on all elements of its group
+    is_mask: bool = False  # a comparison; arithmetic takes it as the number 1 or 0
 
 
 def _operator(sign: str, *, swapped: bool = False) -> Any:
@@ -82,6 +85,15 @@ def _operator(sign: str, *, swapped: bool = False) -> Any:
 def _call(word: str, *, swapped: bool = False) -> Any:
     """Return the method of a symbol that writes down a call of ``word``."""
     return lambda symbol, *others: symbol.code.call(word, *((*others, symbol) if swapped else (symbol, *others)))
+
+
+def _refused(message: str) -> Any:
+    """Return the method of a symbol for an operator that generated code does not have."""
+
+    def refuse(symbol: Symbol, other: Any) -> NoReturn:
+        raise NotWritable(message)
+
+    return refuse
 
 
 class Symbol:
@@ -99,9 +111,11 @@ class Symbol:
     __eq__, __ne__, __lt__, __le__, __gt__, __ge__ = map(_operator, ("==", "!=", "<", "<=", ">", ">="))
     __pow__, __abs__, __rshift__ = map(_call, ("power", "absolute", "shift_right"))
     __rpow__ = _call("power", swapped=True)
+    __matmul__ = __rmatmul__ = _refused('multiplies matrices with @; say granularity="matrix" in the class statement')
 
     def __neg__(self) -> Symbol:
-        return self.code.assign(f"-{self.name}", self)
+        value = self.code.as_number(self)
+        return self.code.assign(f"-{value.name}", value)
 
     def __and__(self, other: Any) -> Symbol:
         return self.code.binary("&" if self.kind.is_int else self.code.dialect.both, self, other)
@@ -125,6 +139,7 @@ class Symbol:
         raise NotWritable(f"calls torch's {function.__name__}; {_advice(function.__name__)}")
 
 
+COMPARISONS = frozenset({"==", "!=", "<", "<=", ">", ">="})
 _MAKES_INTEGERS = {"+", "-", "*", "&", "|", "^", "<<"}  # operators that make integers of integers
 
 
@@ -134,7 +149,8 @@ class Dialect:
 
     A word of the vocabulary is called with an underscore behind its name, as ``sqrt_``, or as ``calls`` says. A word in
     ``spelled_out`` is written as the words that it is made of. If ``quadratic``, a polynomial of a symmetric matrix is one
-    operation.
+    operation. ``typed`` is a number that has the type of computations, for ``typed_words``: words that would give a plain
+    one another type. Of these, ``where`` does so only if both numbers are plain.
     """
 
     statement: str
@@ -145,6 +161,8 @@ class Dialect:
     calls: tuple[tuple[str, str], ...] = ()
     spelled_out: frozenset[str] = frozenset({"to_bfloat16"})
     quadratic: bool = False
+    typed: str = ""
+    typed_words: frozenset[str] = frozenset()
 
 
 PLAIN = Dialect("{} = {}", "{}", "and", "or")  # a language for checking rules only
@@ -202,9 +220,13 @@ class Code:
 
     def binary(self, operator: str, left: Any, right: Any) -> Symbol:
         """Append an operation on two values, and return the symbol of its result."""
-        is_int = _any_int(left, right)
+        is_int, combines = _any_int(left, right), operator in (self.dialect.both, self.dialect.either)
+        if not (is_int or combines):
+            left, right = self.as_number(left), self.as_number(right)
         text = f"{self.operand(left, is_int=is_int)} {operator} {self.operand(right, is_int=is_int)}"
-        return self.assign(text, left, right, is_int=is_int and operator in _MAKES_INTEGERS)
+        result = self.assign(text, left, right, is_int=is_int and operator in _MAKES_INTEGERS)
+        result.kind = result.kind._replace(is_mask=operator in COMPARISONS or (combines and not is_int))
+        return result
 
     def call(self, name: str, *values: Any) -> Symbol:
         """Append a call of a word of the vocabulary, and return the symbol of its result."""
@@ -213,10 +235,21 @@ class Code:
         is_int = _any_int(*values)
         if name == "integer" and is_int:
             return cast(Symbol, values[0])
-        arguments = ", ".join(self.operand(value, is_int=is_int) for value in values)
+        choice, numbers = (values[:1], values[1:]) if name == "where" else ((), values)
+        values = values if is_int else (*choice, *map(self.as_number, numbers))
+        texts = [self.operand(value, is_int=is_int) for value in values]
+        is_plain = not choice or not any(isinstance(number, Symbol) for number in numbers)
+        if name in self.dialect.typed_words and is_plain and not is_int:
+            pairs = zip(values, texts, strict=True)
+            texts = [text if isinstance(value, Symbol) else self.dialect.typed.format(text) for value, text in pairs]
+        arguments = ", ".join(texts)
         text = dict(self.dialect.calls).get(name, f"{name}_({{}})").format(arguments)
         makes_int = OF_FORMATS.get(name)
         return self.assign(text, *values, is_int=is_int if makes_int is None else makes_int, word=name)
+
+    def as_number(self, value: Any) -> Any:
+        """Return ``value``; for a comparison 1 or 0, which languages do not all make of one in arithmetic."""
+        return self.call("where", value, 1.0, 0.0) if isinstance(value, Symbol) and value.kind.is_mask else value
 
 
 def _any_int(*values: Any) -> bool:

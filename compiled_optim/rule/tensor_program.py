@@ -17,7 +17,7 @@ import torch
 from compiled_optim.rule.fields import Buffer
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Rule, number_type
-from compiled_optim.rule.symbols import OF_FORMATS, WORDS, Code, Dialect, Kind, NotWritable, Symbol
+from compiled_optim.rule.symbols import COMPARISONS, OF_FORMATS, WORDS, Code, Dialect, Kind, NotWritable, Symbol
 from compiled_optim.rule.vocabulary import sqrt, where
 
 OpKind: TypeAlias = Literal["element", "sum", "largest", "product", "quadratic", "transpose"]
@@ -31,7 +31,6 @@ OF_GROUPS = "g"
 _COLUMNS = "c"
 _LETTERS = {1: "c", 2: "rc", 3: "brc"}  # columns, rows, batch
 _PRIMES = (101, 103, 107)  # stand for sizes, so that each size in a buffer's shape is recognized
-_COMPARISONS = {"==", "!=", "<", "<=", ">", ">="}
 
 
 @dataclass(frozen=True)
@@ -168,7 +167,7 @@ class TensorSymbol(Symbol):
             return self
         return self.code.append("sum", axes, (self.name,), transposed=self.transposed)
 
-    def __matmul__(self, other: TensorSymbol) -> TensorSymbol:
+    def __matmul__(self, other: Any) -> TensorSymbol:
         left, right = self.update_axes, other.update_axes
         fit = len(left) > 1 and left[:-2] == right[:-2] and left[-1] == right[-2]
         if not fit or "" in (*left, *right) or self.half != other.half:
@@ -226,7 +225,7 @@ class TensorCode(Code):
         elif [s.mask for s in symbols] != [True, True]:
             raise NotWritable("combines values that are not both comparisons")
         result: Any = super().binary(operator, *self._aligned(left, right))
-        result.mask = combines or operator in _COMPARISONS
+        result.mask = combines or operator in COMPARISONS
         return result
 
     def call(self, name: str, *values: Any) -> Any:

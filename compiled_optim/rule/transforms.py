@@ -14,33 +14,63 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule.fields import Hyper, Option, Scale, Static, check_patterns
-from compiled_optim.rule.rule import Rule, Values, mean
+from compiled_optim.rule.rule import NUMEL, ByName, Rule, Values, mean
 from compiled_optim.rule.vocabulary import floor, maximum, sign, where
 
 PARAM = "param"  # the ``init`` of a buffer that begins as a copy of the parameter
 _STARTS = "first_step"  # the coefficient that is 1 in a parameter's first step, then 0
+_COUNT = "elements"  # the coefficient that is the number of a parameter's elements
 
 
 def started(rule: Rule) -> Rule:
-    """Return ``rule`` whose first step reads the parameter, with all its bits, as the buffers with ``init='param'``."""
-    names = [b.name for b in rule.buffers if b.init == PARAM]
+    """Return ``rule`` whose first step reads, as a buffer with such an ``init``, the parameter or a function's result.
+
+    The parameter has all its bits.
+    """
+    first = {b.name: ByName(b.init) for b in rule.buffers if callable(b.init)}
+    names = [b.name for b in rule.buffers if b.init == PARAM or b.name in first]
     if not names:
         return rule
+    kind = "a function as init" if names[0] in first else f"init={PARAM!r}"
     if not rule.is_elementwise:
-        raise TypeError(f"{rule.name}.{names[0]}: init={PARAM!r} is for an elementwise update with dense gradients")
+        raise TypeError(f"{rule.name}.{names[0]}: {kind} is for an elementwise update with dense gradients")
     if _STARTS in rule.coefficient_names():
-        raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, a name that a buffer with init={PARAM!r} needs")
+        raise TypeError(f"{rule.name}.coefficients returns {_STARTS}, a name that a buffer with {kind} needs")
 
     def coefficients(values: Values) -> dict[str, Any]:
         return {**rule.coefficients(values), _STARTS: where(values["step"] == 1, 1.0, 0.0)}
 
     def seen(values: Values) -> Values:
         is_first = getattr(values["c"], _STARTS) > 0
-        copies = {name: where(is_first, values[PARAM], values[name]) for name in names if values.get(name) is not None}
-        return {**values, **copies}
+        present = {name: values[name] for name in names if values.get(name) is not None}
+        starts = {name: first[name](values) if name in first else values[PARAM] for name in present}
+        return {**values, **{name: where(is_first, starts[name], old) for name, old in present.items()}}
 
-    buffers = tuple(dataclasses.replace(b, init=0.0, is_copy=True) if b.init == PARAM else b for b in rule.buffers)
+    buffers = tuple(dataclasses.replace(b, init=0.0, is_copy=True) if b.name in names else b for b in rule.buffers)
     return rule.seeing(seen, buffers=buffers, coefficients=coefficients)
+
+
+def summed(rule: Rule) -> Rule:
+    """Return ``rule`` whose sums over a tensor are means, which ``update`` finds multiplied by the number of elements."""
+    names = rule.tensor_sums()
+    if not names:
+        return rule
+    if _COUNT in rule.coefficient_names():
+        raise TypeError(f"{rule.name}.coefficients returns {_COUNT}, a name that total(..., over='tensor') needs")
+
+    def coefficients(values: Values) -> dict[str, Any]:
+        return {**rule.coefficients(values), _COUNT: values[NUMEL]}
+
+    def seen(values: Values) -> Values:
+        c = values["c"]
+        sums = {name: getattr(c, name) * getattr(c, _COUNT) for name in names if hasattr(c, name)}
+        return {**values, "c": c._replace(**sums)}
+
+    def reduce(values: Values) -> dict[str, Any]:
+        results = {name: result for function in rule.reductions for name, result in function(seen(values)).items()}
+        return {name: mean(result.expression) if name in names else result for name, result in results.items()}
+
+    return rule.seeing(seen, coefficients=coefficients, reductions=(reduce,))
 
 
 def lr_scaled(rule: Rule) -> Rule:

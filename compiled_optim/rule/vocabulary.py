@@ -48,14 +48,28 @@ def power(x: Any, y: Any) -> Tensor:
 
 
 @word
-def maximum(x: Tensor, y: Tensor | float) -> Tensor:
+def exp(x: Tensor) -> Tensor:
+    """Return ``e**x``."""
+    return torch.exp(x)
+
+
+@word
+def log(x: Tensor) -> Tensor:
+    """Return the natural logarithm; minus infinity for 0."""
+    return torch.log(x)
+
+
+@word
+def maximum(x: Any, y: Any) -> Tensor:
     """Return the larger of two numbers; NaN if either is."""
+    x, y = (x, y) if isinstance(x, Tensor) else (y, x)
     return torch.maximum(x, y) if isinstance(y, Tensor) else x.clamp(min=y)
 
 
 @word
-def minimum(x: Tensor, y: Tensor | float) -> Tensor:
+def minimum(x: Any, y: Any) -> Tensor:
     """Return the smaller of two numbers; NaN if either is."""
+    x, y = (x, y) if isinstance(x, Tensor) else (y, x)
     return torch.minimum(x, y) if isinstance(y, Tensor) else x.clamp(max=y)
 
 

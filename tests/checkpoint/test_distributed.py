@@ -125,9 +125,10 @@ def sharded_steps_equal_unsharded_ones(directory: Path) -> None:
 def means_are_those_of_whole_parameters(directory: Path) -> None:
     """The share of elements that move, or the mean of squares; each process sees some of the elements."""
     kinds = ((co.AdamW, True), (co.StableAdamW, False), (co.StableAdamW, True), (co.LAMB, False), (co.Prodigy, False))
+    kinds += ((co.MARS, False),)
     for kind, cautious in kinds:
         options = {"lr": 0.01, "betas": (0.8, 0.6), "eps": 1e-4, "weight_decay": 0.5}
-        options |= {"lr": 0.9, "d0": 0.02} if kind is co.Prodigy else {}
+        options |= {"lr": 0.9, "d0": 0.02} if kind is co.Prodigy else {"gamma": 9.0} if kind is co.MARS else {}
 
         def trained(sharded: bool, kind: Any = kind, options: Any = options, **more: Any) -> Model:
             model = _build(sharded)

@@ -18,6 +18,7 @@ from compiled_optim.rule.storage import MODES
 FILES = {
     "format_version_1.pt": "60e361d4bc1a5b28f5f8c3dacdbec37e9c829bffb136169323dac34c9fdc8581",
     "pickled_optimizer.pt": "adf73327eced05ac743a39d14fa249bf7826180c59b67ef6b2b9dea5840c7103",
+    "version_0_1_further.pt.xz": "1ecca2d98c4a700ce3be4e45bfcaf638b40c00db1a78d5aa504f53c67eeb1385",
     "version_0_1.pt.xz": "1021f25384f5a1559072d116c9ebc6fd3c2d86152a29bc3f1874ba1b0f71c834",
 }
 """SHA-256 of each file, which a release has written. A line may be added; one that changes is a promise broken."""

@@ -29,7 +29,9 @@ FIRST = {
 
 _ADAM = {"betas": (0.6, 0.8), "eps": 0.03, "weight_decay": 0.25}
 OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "ADOPT": _ADAM,
     "ASGD": {"lambd": 0.3, "alpha": 0.4, "t0": 2.5, "weight_decay": 0.25},
+    "AdEMAMix": {**_ADAM, "betas": (0.6, 0.8, 0.95), "t_alpha": 4, "t_beta3": 6},
     "Adadelta": {"rho": 0.6, "eps": 0.03, "weight_decay": 0.25},
     "Adafactor": {"beta2_decay": -0.5, "weight_decay": 0.25},
     "Adagrad": {"lr_decay": 0.5, "initial_accumulator_value": 0.25},
@@ -41,6 +43,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "LAMB": _ADAM,
     "LBFGS": {"max_iter": 2, "history_size": 3},
     "Lion": {"betas": (0.6, 0.8), "weight_decay": 0.25},
+    "MARS": {**_ADAM, "gamma": 0.5},
     "Muon": {"momentum": 0.7, "ns_steps": 3},
     "MuonAdamW": {"momentum": 0.7, "ns_steps": 3, "adamw": "embed.*"},
     "NAdam": {**_ADAM, "momentum_decay": 0.5},
@@ -51,6 +54,7 @@ OPTIMIZERS: dict[str, dict[str, Any]] = {
     "Ranger": {"betas": (0.6, 0.8), "eps": 0.03, "k": 2},
     "Rprop": {"etas": (0.5, 1.5), "step_sizes": (0.01, 1.0)},
     "SGD": {"momentum": 0.8, "dampening": 0.1, "weight_decay": 0.25},
+    "Signum": {"momentum": 0.7, "weight_decay": 0.25},
     "SparseAdam": {"betas": (0.6, 0.8), "eps": 0.03},
     "StableAdamW": {"betas": (0.6, 0.8), "eps": 0.03},
     "mup.Adam": {**_ADAM, "weight_decay": 1e-3, "allow_non_unit_scaling_params": True},

@@ -92,7 +92,7 @@ class TestIntegers:
         param.grad = torch.ones(2, 2)
         optimizer.step(*([lambda: torch.ones(())] if kind is co.LBFGS else []))
         assert frozen.tolist() == [[1, 1], [1, 1]]
-        assert param[0, 0] < 1
+        assert (param[0, 0].item() < 1) is (kind is not co.ADOPT)  # whose first step changes no parameter
         twin = kind([copy.deepcopy(frozen), copy.deepcopy(param)], **required(kind), **_plain(kind))
         assert not any(twin.load_state_dict(_file(optimizer.state_dict())))
 

@@ -117,15 +117,19 @@ adamax | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamw | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adamwschedulefree | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 adan | 2 | 1 (1 upload) | 44.0 | 22.0 | v4.b32 masked
+ademamix | 2 | 1 (1 upload) | 36.0 | 18.0 | v4.b32 masked
+adopt | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 asgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 lamb | 4 | 1 (1 upload) | 44.0 | 22.0 | v4.b32 masked
 lion | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+mars | 4 | 1 (1 upload) | 44.0 | 22.0 | v4.b32 masked
 nadam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 radam | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 ranger | 2 | 1 (1 upload) | 36.0 | 18.0 | v4.b32 masked
 rmsprop | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 rprop | 2 | 1 (1 upload) | 28.0 | 14.0 | v4.b32 masked
 sgd | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
+signum | 2 | 1 (1 upload) | 20.0 | 10.0 | v4.b32 masked
 stableadamw | 4 | 1 (1 upload) | 36.0 | 18.0 | v4.b32 masked
 """,
     )

@@ -28,6 +28,7 @@ OPERATIONS: dict[str, tuple[torch.dtype, dict[str, Any], float]] = {
     "LAMB bfloat16": (torch.bfloat16, {}, 2.0),
     "LAMB cautious": (torch.float32, {"cautious": True}, 3.0),  # a third sum
     "LAMB stored": (torch.bfloat16, STORED, 2.0),
+    "MARS": (torch.float32, {}, 1.0),
     "Prodigy": (torch.float32, {}, 2.0),
     "StableAdamW": (torch.float32, {"lr": 0.1}, 1.0),
     "AdamW cautious": (torch.float32, {"cautious": True}, 1.1),

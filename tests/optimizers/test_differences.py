@@ -115,6 +115,74 @@ def _schedule_free(
         z.sub_(move, alpha=rate)
 
 
+def _adopt(params: Any, grads: Any, held: Any, t: int, rate: float, h: dict[str, Any], decouple: bool) -> None:
+    """The authors' loop, whose steps count from 0."""
+    (beta1, beta2), decay = h["betas"], h["weight_decay"]
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        average, squares = held.setdefault(i, (torch.zeros_like(param), torch.zeros_like(param)))
+        grad = grad if decouple else grad.add(param, alpha=decay)
+        if t == 0:
+            squares.addcmul_(grad, grad)
+            continue
+        if decouple:
+            param.add_(param, alpha=-rate * decay)
+        normed = grad.div(squares.sqrt().clamp(h["eps"])).clamp(-(t**0.25), t**0.25)
+        average.lerp_(normed, 1 - beta1)
+        param.add_(average, alpha=-rate)
+        squares.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+
+
+@names_differences_of(co.ADOPT)
+@pytest.mark.parametrize("decouple", [False, True])
+def test_adopt(decouple: bool) -> None:
+    options: dict[str, Any] = {"betas": (0.7, 0.6), "eps": 0.05, "weight_decay": 0.3}
+
+    def ours() -> list[Tensor]:
+        params = _params((4, 3), (5,))
+        return _train(co.ADOPT(params, **options, decoupled_weight_decay=decouple), params, _falling)
+
+    def theirs(named: Collection[str]) -> list[Tensor]:
+        return _loop(_adopt, _params((4, 3), (5,)), _falling, options, decouple is not ("other decay" in named))
+
+    _check(ours, theirs, {"other decay"})
+
+
+def _mars(params: Any, grads: Any, held: Any, t: int, rate: float, h: dict[str, Any], theirs: Collection[str]) -> None:
+    for i, (param, grad) in enumerate(zip(params, grads, strict=True)):
+        if t == 0:
+            first = torch.zeros_like(grad) if "first correction" in theirs else grad
+            held[i] = [first, torch.zeros_like(param), torch.zeros_like(param)]
+        last, average, squares = held[i]
+        beta1, beta2 = h["betas"]
+        if param.dim() > 1 or "vectors" not in theirs:
+            corrected = (grad - last).mul(h["gamma"] * (beta1 / (1 - beta1))).add(grad)
+            norm = torch.norm(corrected)
+            corrected = corrected / norm if norm > 1 else corrected
+        else:
+            corrected = grad
+        average.mul_(beta1).add_(corrected, alpha=1 - beta1)
+        squares.mul_(beta2).addcmul_(corrected, corrected, value=1 - beta2)
+        corrections = [1 - beta ** (t + 1) for beta in h["betas"]]
+        divisor = squares.sqrt().mul(1 / math.sqrt(corrections[1])).add(h["eps"]).mul(corrections[0])
+        param.sub_(rate * param.mul(h["weight_decay"]).add(average.div(divisor)))
+        held[i][0] = grad
+
+
+@names_differences_of(co.MARS)
+def test_mars() -> None:
+    options: dict[str, Any] = {"betas": (0.7, 0.6), "eps": 0.05, "weight_decay": 0.3, "gamma": 0.4}
+    shapes = [(4, 3), (5,), (1,), (1,), (1,)]  # gradients of one element are not all longer than 1
+
+    def ours() -> list[Tensor]:
+        params = _params(*shapes)
+        return _train(co.MARS(params, **options), params, _falling)
+
+    def theirs(named: Collection[str]) -> list[Tensor]:
+        return _loop(_mars, _params(*shapes), _falling, options, named)
+
+    _check(ours, theirs, {"first correction", "vectors"})
+
+
 SCHEDULE_FREE = {"largest rate", "uncorrected weight", "corrected eps", "uncorrected decay"}
 
 

@@ -115,18 +115,18 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2648,
+    "": 2657,
     "capture": 1129,
     "checkpoint": 1257,
     "cli": 1189,
     "groups": 1357,
     "interop": 2199,
-    "lowering": 5455,
+    "lowering": 5490,
     "memory": 1314,
-    "optimizers": 1924,
-    "plan": 951,
+    "optimizers": 2074,
+    "plan": 952,
     "reports": 933,
-    "rule": 2928,
+    "rule": 3070,
     "simulated": 755,
     "step": 1783,
 }
@@ -175,8 +175,10 @@ def test_every_language_has_every_word(language: str) -> None:
     assert words - symbols.OF_FORMATS.keys() == words & set(rule.__all__)
     assert words & set(rule.__all__) == {n for n, f in vars(vocabulary).items() if _is_own_function(f, vocabulary)}
     module = importlib.import_module(f"compiled_optim.lowering.kernels.{language}")
-    (spelled_out,) = {d.spelled_out for d in vars(module).values() if isinstance(d, symbols.Dialect)}
+    dialects = [d for d in vars(module).values() if isinstance(d, symbols.Dialect)]
+    (spelled_out,) = {d.spelled_out for d in dialects}
     defined = set(re.findall(r"^(?:def|.*inline [\w]+) ([a-z_0-9]+)_\(", module.WORDS, re.MULTILINE))
+    defined |= {name for d in dialects for name, _ in d.calls}
     # A maximum of groups is a loop in C++.
     assert defined - {"shift_right", "group_max"} == words - {"group_max"} - symbols.OF_MATRICES - spelled_out
 

@@ -10,7 +10,20 @@ import torch
 from catalog import registry
 
 import compiled_optim as co
-from compiled_optim.rule import buffer, floor, hyper, identity, maximum, scalar, sign, sqrt, static
+from compiled_optim.rule import (
+    Accumulation,
+    buffer,
+    fact,
+    floor,
+    hyper,
+    identity,
+    maximum,
+    scalar,
+    sign,
+    sqrt,
+    static,
+    total,
+)
 
 
 def make(**body: Any) -> type[co.CompiledOptimizer]:
@@ -25,7 +38,8 @@ def make(**body: Any) -> type[co.CompiledOptimizer]:
     functions = {"coefficients": coefficients, "update": update}
     fields = {"lr": hyper(default=0.1)}
     body = {**fields, **functions, **body}
-    return type("Mine", (co.CompiledOptimizer,), {k: staticmethod(v) if k in functions else v for k, v in body.items()})
+    made = {k: staticmethod(v) if k in functions else v for k, v in body.items() if v is not None}
+    return type("Mine", (co.CompiledOptimizer,), made)
 
 
 def results(optimizer: type[co.CompiledOptimizer], lowering: str, value: float = 2.0) -> list[float]:
@@ -182,14 +196,23 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
     def absent(param, grad, c, average):
         return dict(step=grad + average, average=average)
 
-    def exponential(param, grad, c):
-        return dict(step=param.exp())
+    def no_word(param, grad, c):
+        return dict(step=param.tanh())
 
     def norm(param, grad, c):
         return dict(step=grad / grad.norm())
 
     def only_with_choice(param, grad, c, choice):
         return dict(step=torch.sign(grad) if choice else grad)
+
+    def matrix_product(param, grad, c):
+        return dict(step=grad @ param)
+
+    def plain_numbers(param, grad, c):
+        return dict(step=grad * sqrt(2.0))
+
+    def averaged(param, grad, c, average):
+        return dict(step=average, average=grad)
 
     def coefficients_tuple(lr):
         return (lr,)
@@ -201,6 +224,16 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         return dict(lr=lr)
 
     average = {"average": buffer()}
+
+    def starting(init):
+        return {"update": averaged, "average": buffer(init=init)}
+
+    def reducing(result):
+        return {"reduce": staticmethod(lambda grad, c: {"n": result(grad)})}
+
+    def is_long(of):
+        return {"is_long": fact(of=of)}
+
     return {
         "tuple": ({"update": returns_a_tuple}, r"Mine\.update must return a dict of values by name, got tuple"),
         "method": ({"update": method}, r"Mine\.update uses \.sign of a value; the vocabulary has sign"),
@@ -208,7 +241,7 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         "another name": ({"update": torch_abs}, r"Mine\.update calls torch's abs; the vocabulary has absolute"),
         "math": (
             {"update": python_math},
-            r"Mine\.update makes a Python number of a value; the vocabulary has absolute, bias_correction, floor, maximum, ",
+            r"Mine\.update makes a Python number of a value; the vocabulary has absolute, bias_correction, exp, floor, log",
         ),
         "branch": ({"update": branch}, r"Mine\.update cannot branch on a value; use where\(\), or a static field"),
         "coefficient": (
@@ -219,7 +252,7 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
         "name": ({"update": unknown_name}, r"Mine\.update uses sgn, which is not defined above the class"),
         "buffer": ({"update": forgotten_buffer, **average}, r"Mine\.update does not return average"),
         "extra": ({"update": unknown_buffer}, r"Mine\.update returns \['average'\], which the class does not declare"),
-        "follower": ({"update": follower, **average}, r"Mine\.update uses \.exp of a value"),
+        "follower": ({"update": follower, **average}, r"Mine\.update uses \.exp of a value; the vocabulary has exp"),
         "after": ({"update": value_after}, r"Mine\.update returns an after that is no function"),
         "step": ({"update": forgotten_step}, r"Mine\.update does not return step"),
         "constant": ({"update": constant}, r"Mine\.update (computes with tensor|calls torch's add)"),
@@ -228,15 +261,64 @@ def mistakes() -> dict[str, tuple[dict[str, Any], str]]:
             r"Mine\.update computes with None, which stands for a buffer that is absent",
         ),
         "no word": (
-            {"update": exponential},
-            r"Mine\.update uses \.exp of a value; the vocabulary has absolute, bias_correction, floor, maximum, ",
+            {"update": no_word},
+            r"Mine\.update uses \.tanh of a value; the vocabulary has absolute, bias_correction, exp, floor, log, maximum, ",
         ),
         "reduction": ({"update": norm}, r"Mine\.update uses \.norm of a value; return mean\(\.\.\.\) or total"),
         "when": (
             {**average, "average": buffer(when="nesterof"), "nesterov": static(default=False)},
             r"Mine\.average: when='nesterof' must be one of nesterov, lr; did you mean nesterov\?",
         ),
+        "matrices": (
+            {"update": matrix_product},
+            r'Mine\.update multiplies matrices with @; say granularity="matrix" in the',
+        ),
+        "numbers": ({"update": plain_numbers}, r"Mine\.update calls sqrt of Python numbers; compute it with Python's own"),
+        "no coefficients": (
+            {"coefficients": None},
+            r"Mine has an update without coefficients; write coefficients, which returns the numbers that update finds in c",
+        ),
+        "no reduction": (
+            reducing(lambda grad: grad),
+            r"Mine\.reduce returns no mean or total for n; write n=mean\(\.\.\.\)",
+        ),
+        "plain number": (reducing(lambda grad: 3), r"Mine\.reduce returns no mean or total for n"),
+        "over": (
+            reducing(lambda grad: total(grad, over="row")),
+            r"Mine\.reduce has a total over 'row'; it must be 'all' or",
+        ),
+        "size": (
+            is_long(lambda shape: shape.numel()),
+            r"Mine\.is_long is a condition, but its function returns 1 for the shape \(\); coefficients may take numel",
+        ),
+        "size of a matrix": (
+            is_long(lambda shape: shape[1] * 2),
+            r"Mine\.is_long is a condition, but its function returns 10 for the shape \(4, 5\)",
+        ),
         "init": ({"average": buffer(init="lrr")}, r"Mine\.average: init='lrr' must be one of lr"),
+        "init of no kind": (starting([0.0]), r"Mine\.average: init must be a number or a name, or a function, got \[0\.0\]"),
+        "init of an unknown": (
+            starting(lambda grads: grads),
+            r"Mine\.average\.init takes \['grads'\], .* did you mean grad\?",
+        ),
+        "init of a buffer": (starting(lambda average: average), r"Mine\.average\.init takes \['average'\], which"),
+        "init in torch": (
+            starting(lambda grad: grad.exp()),
+            r"Mine\.average\.init uses \.exp of a value; the vocabulary has exp",
+        ),
+        "init of a tuple": (starting(lambda grad: (grad, grad)), r"Mine\.average\.init computes with \(.*; a constant is a"),
+        "init of a coefficient": (
+            starting(lambda grad, c: c.beta * grad),
+            r"Mine\.average\.init reads c\.beta, which coeff",
+        ),
+        "function for a scalar": (
+            {"total": scalar(init=lambda param: param)},
+            r"Mine\.total: init must be a number or a name, got <function",
+        ),
+        "init with accumulation": (
+            {**starting(lambda grad: grad), "accumulation": Accumulation(kept=("beta1",))},
+            r"Mine\.average: a function as init does not go with accumulation",
+        ),
         "init of a scalar": ({"total": scalar(init="lrr")}, r"Mine\.total: init='lrr' must be one of lr"),
         "int8": ({"average": buffer(int8="sined")}, r"Mine\.average: int8='sined' must be one of signed, unsigned; did you"),
         "name of codes": (

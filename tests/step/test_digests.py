@@ -123,13 +123,13 @@ def test_numbers_are_data() -> None:
     assert _digest(_in_lists(lr=0.1, betas=(0.5, 0.6), eps=1e-3)) == _digest(_in_lists())
 
 
-def test_it_follows_variables_that_operations_follow() -> None:
-    """Coefficients are evaluated anew in each trace; an update keeps the code of its first one."""
+def test_it_follows_no_variables_since_operations_follow_none() -> None:
+    """A rule keeps the operations of its class statement, in each way to run a step."""
     variables = {"factor": 1.0, "power": 0.5}
     make = _of_variables(variables)
     first = _digest(make)
     variables["factor"] = 2.0
-    assert _digest(make) == _digest(_of_user(2.0, 0.5)) != first
+    assert _digest(make) == first != _digest(_of_user(2.0, 0.5))
     variables |= {"factor": 1.0, "power": 0.25}
     assert _digest(make) == first
 

@@ -19,7 +19,9 @@ def optimizers(model: Model) -> list[co.CompiledOptimizer]:
     params, named = model.parameters(), model.named_parameters()
     matrices = [model.layer.weight]
     return [
+        co.ADOPT(params, decoupled_weight_decay=True),
         co.ASGD(params, lr=0.1, lambd=1e-4),
+        co.AdEMAMix(params, betas=(0.9, 0.999, 0.9999), t_alpha=1000, t_beta3=1000),
         co.Adadelta(params, rho=0.9),
         co.Adafactor(params, eps=(None, 1e-3), factored_dims="largest"),
         co.Adagrad(params, lr_decay=0.1),
@@ -31,6 +33,7 @@ def optimizers(model: Model) -> list[co.CompiledOptimizer]:
         co.LAMB(params, lowering="eager"),
         co.LBFGS(params, line_search_fn="strong_wolfe"),
         co.Lion(params, 1e-4, cautious=True),
+        co.MARS(params, gamma=0.025),
         co.Muon(matrices, ns_coefficients="polar_express", split={"*qkv*": 3}),
         co.MuonAdamW(named, adamw_lr=1e-3),
         co.NAdam(params, momentum_decay=4e-3),
@@ -41,6 +44,7 @@ def optimizers(model: Model) -> list[co.CompiledOptimizer]:
         co.Ranger(params, 1e-3, k=5),
         co.Rprop(params, etas=(0.5, 1.2)),
         co.SGD([{"params": params, "lr": 0.1}], momentum=0.9, lr_scale={"layer.weight": 2.0}),
+        co.Signum(params, 1e-4, momentum=0.9),
         co.SparseAdam(params),
         co.StableAdamW(params, 1e-3, kahan_sum=True, rounding_seed=1),
         co.mup.AdamW(params, allow_non_unit_scaling_params=True),

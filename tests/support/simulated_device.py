@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from compiled_optim.capture import graph as graphs
 from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import cpp, triton
-from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, SCALARS, Kernel
+from compiled_optim.lowering.kernels.table import BUFFERS, PARAM, Kernel
 from compiled_optim.memory import addresses
 
 
@@ -267,7 +267,7 @@ class _Kernel:
     def _evaluated(table: Any) -> tuple[list[Any], list[Any]]:
         """What ``evaluate`` reads and what it writes."""
         marks = table.grads
-        scalars = table.inputs[SCALARS:, marks != 0]
+        scalars = table.scalars[:, marks != 0]
         reads = [table.inputs, marks, table.hypers, table.all_square_sums, *filter(None, table.hypers.tolist())]
         return reads, [table.coefficients, table.outcome, *scalars.flatten().tolist()]
 

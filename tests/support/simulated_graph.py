@@ -206,7 +206,7 @@ def _baked(graph: SimulatedGraph, table: Any) -> SimpleNamespace:
     fields = {name: getattr(table, name) for name in (*_COEFFICIENTS, *_TENSORS) if hasattr(table, name)}
     kept = SimpleNamespace(**{name: graph.where_it_is(tensor) for name, tensor in fields.items()}, launches=Launches())
     if hasattr(table, "inputs"):
-        kept.leads = table.leads
+        kept.leads, kept.scalars = table.leads, table.scalars
     else:
         kept.elements = table.elements
         kept.output_sums = [graph.where_it_is(tensor) for tensor in table.output_sums]

@@ -36,7 +36,8 @@ STORAGE = {
     **{torch.float32: "float", torch.float64: "double", torch.bfloat16: "bfloat16", torch.float16: "float16"},
     **{torch.int8: "int8_t", torch.uint8: "uint8_t", torch.int16: "int16_t", torch.int32: "uint32_t"},
 }
-DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})")
+_CALLS = ("exp", "std::exp({})"), ("log", "std::log({})")
+DIALECT = Dialect("const auto {} = {};", "T({})", "&&", "||", "uint32_t({})", _CALLS)
 _ACCESSES = {
     "control": "*at<const T>(hypers, {}, 1, 0)",
     "row": "double_of(inputs[{} * count + t])",

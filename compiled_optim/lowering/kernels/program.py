@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
@@ -11,7 +13,6 @@ from compiled_optim.lowering.kernels.table import BUFFERS, FIRST_NUMBER, GROUP_I
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.clipping import NAMES, scaled
 from compiled_optim.plan.compilations import KernelKey
-from compiled_optim.rule.rule import NUMBERS
 from compiled_optim.rule.symbols import Code, Dialect, Symbol
 
 
@@ -31,23 +32,24 @@ def evaluation(key: KernelKey, dialect: Dialect, accesses: Mapping[str, str], in
     hyperparameter or coefficient, or a row of the table. In a definition or store, a second ``{}`` is its row or value.
     """
     rule, statics, define = key.rule, dict(key.statics), dialect.statement.format
-    code = Code(dialect, "s")
+    code = Code(dataclasses.replace(dialect, typed_words=frozenset()), "s")  # no numbers but 1 and 0
     controls = {f"control{i}": accesses["control"].format(i) for i in range(len(NAMES))}
     clipping = dict(zip(NAMES, (Symbol(code, name) for name in controls), strict=True))
     factor, norm, skip = map(code.operand, scaled(Symbol(code, "square_sum"), **clipping))
 
-    lines, returned = rule.written_coefficients(statics, dialect)
-    scalars = ["step", *(returned[s.name] for s in rule.scalars)]
-    numbers = [returned[name] for name in rule.coefficient_names(statics)]
+    written = rule.written_coefficients(statics, dialect)
+    scalars = ["step", *(written.results[s.name] for s in rule.scalars)]
+    numbers = [written.results[name] for name in rule.coefficient_names(statics)]
     hypers = sum(h.length for h in rule.present_hypers(statics))
-    reads = {name: accesses["row"].format(row) for row, name in enumerate(NUMBERS, FIRST_NUMBER)}
+    rows = itertools.chain(range(FIRST_NUMBER, SCALARS), itertools.count(SCALARS + len(scalars)))
+    reads = {name: accesses["row"].format(row) for name, row in zip(rule.inputs(statics), rows, strict=False)}
     reads["step"] = accesses["scalar"].format(0) + " + 1"
     reads |= {f"scalar{i - 1}": accesses["scalar"].format(i) for i in range(1, len(scalars))}
     reads |= {f"hyper{i}": accesses["hyper"].format(i) for i in range(hypers)}
     coefficients = [
         *(accesses["address"].format(i, SCALARS + i) for i in range(len(scalars))),
         *map(define, reads, reads.values()),
-        *lines,
+        *written.lines,
         *(accesses["store_scalar"].format(i, value) for i, value in enumerate(scalars)),
         *(accesses["store_coefficient"].format(i, value) for i, value in enumerate(numbers, 1)),
     ]

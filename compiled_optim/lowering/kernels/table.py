@@ -252,7 +252,7 @@ def upload(values: Any, device: torch.device) -> Tensor:
 GROUP_INDEX, MAXIMIZE, FIRST_NUMBER = range(3)
 SCALARS = FIRST_NUMBER + len(NUMBERS)
 """Rows of a :class:`CoefficientTable`: the index of the group, 1 to maximize, the parameter's :data:`NUMBERS` (bits of
-a float64), and the addresses of the step count and of the rule's scalars."""
+a float64), the addresses of the step count and of the rule's scalars, and the rule's further inputs (bits again)."""
 
 PARAM, NUMEL, COLUMN, BUFFERS = range(4)
 """Rows of a :class:`TensorTable`: address, number of real elements, column of coefficients, and addresses of buffers."""
@@ -265,6 +265,7 @@ class CoefficientTable:
 
     Attributes:
         inputs: (rows, parameters) int64; see :data:`GROUP_INDEX` and the rows beside it.
+        scalars: those of its rows that are addresses.
         hypers: (clipping + groups * hyperparameters,) int64, addresses of float64 numbers: first the step's clipping, as in
             :data:`compiled_optim.plan.clipping.NAMES`, then those of each group.
         gradients: not 0 for the parameters that take part in the step.
@@ -278,19 +279,15 @@ class CoefficientTable:
 
     def __init__(self, plan: Plan, clipping: Clipping, hypers: HyperPointers, log: CompilationLog) -> None:
         members = plan.members
-        self.inputs = upload(
-            [
-                plan.group_index,
-                plan.maximizes,
-                *(np.array(plan.numbers[name]).view(np.int64).tolist() for name in NUMBERS),
-                *([m.entries[name].data_ptr() for m in members] for name in plan.rule.scalar_names),
-            ],
-            plan.device,
-        )
+        numbers = [np.array(row).view(np.int64).tolist() for row in plan.numbers.values()]
+        addresses = [[m.entries[name].data_ptr() for m in members] for name in plan.rule.scalar_names]
+        before, after = numbers[: len(NUMBERS)], numbers[len(NUMBERS) :]
+        self.inputs = upload([plan.group_index, plan.maximizes, *before, *addresses, *after], plan.device)
+        self.scalars = self.inputs[SCALARS:][: len(addresses)]
         self.hypers = hypers.pointers
         self.gradients = GradientPointers(len(members), plan.device, log)
-        numbers = 1 + len(plan.rule.number_names(plan.statics)[-1])
-        self.coefficients = torch.empty(numbers, len(members), dtype=torch.float64, device=plan.device)
+        height = 1 + len(plan.rule.number_names(plan.statics)[-1])
+        self.coefficients = torch.empty(height, len(members), dtype=torch.float64, device=plan.device)
         self.all_square_sums = self.coefficients.new_empty(0)
         self.outcome = clipping.outcome(plan.device)
         self.leads = plan.is_first

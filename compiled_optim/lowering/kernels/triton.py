@@ -21,6 +21,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels.program import Array, Program, evaluation, indented
 from compiled_optim.lowering.kernels.table import COLUMN, NUMEL, TENSORS, Ints, Kernel, Launch
+from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import INDEX, Written
@@ -186,7 +187,11 @@ def mark(words, start, left, changed, row: tl.constexpr):
 )
 
 _INDENT = "    "
-_DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=(("group_max", "group_max_({}, inside)"),), spelled_out=frozenset())
+CALLS = ("exp", "tl.exp({})"), ("log", "tl.log({})")
+_CALLS = *CALLS, ("group_max", "group_max_({}, inside)")
+_DIALECT = Dialect("{} = {}", "{}", "&", "|", calls=_CALLS, spelled_out=frozenset())
+_TYPED = {torch.float32: {"bias_correction"}, torch.float64: {"bias_correction", "maximum", "minimum", "where"}}
+"""By dtype of computations, the words that would give plain numbers another dtype, or not take them."""
 # With state of 8 bits, the error of a root that is not rounded to nearest does not matter.
 _ROUGHER = dataclasses.replace(_DIALECT, calls=(*_DIALECT.calls, ("sqrt", "near_sqrt({})")))
 _ACCESSES = {
@@ -203,13 +208,20 @@ _ACCESSES = {
 def source(key: KernelKey) -> str:
     """Return the text of a module with the kernels for one key."""
     dialect = _ROUGHER if key.rule.grouped_buffers(dict(key.statics)) else _DIALECT
-    text = WORDS + _EVALUATION.format(**evaluation(key, dialect, _ACCESSES, _INDENT))
+    text = WORDS + _EVALUATION.format(**evaluation(key, _typed(dialect, torch.float64), _ACCESSES, _INDENT))
     if key.rule.granularity != "element":
         return text + _square_sums(key.dtypes[1])
-    program = Program(key, dialect)
+    program = Program(key, _typed(dialect, compute_dtype(key.dtypes[0])))
     size = REDUCE_BYTES // key.dtypes[1].itemsize
     means = "".join(_means(program, *means, size) for means in program.means.items())
     return text + means + (_AVERAGE if means or program.sums else "") + _square_sums(key.dtypes[1]) + _update(program)
+
+
+def _typed(dialect: Dialect, dtype: torch.dtype) -> Dialect:
+    """Return ``dialect`` for computations in ``dtype``."""
+    return dataclasses.replace(
+        dialect, typed=f"tl.full([], {{}}, {dtype_name(dtype)})", typed_words=frozenset(_TYPED[dtype])
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,8 +13,8 @@ from torch import Tensor
 from compiled_optim.lowering.kernels.program import indented
 from compiled_optim.lowering.kernels.schedule import Event, Loop, Schedule, multiply, numel, size, source_of
 from compiled_optim.lowering.kernels.symmetric import ALIGNED, TEXT, Tiling, multiplier, tiling_of
+from compiled_optim.lowering.kernels.triton import CALLS, current_device, dtype_name, launcher, load
 from compiled_optim.lowering.kernels.triton import WORDS as ELEMENT_WORDS
-from compiled_optim.lowering.kernels.triton import current_device, dtype_name, launcher, load
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.rule.formats import GROUP
@@ -222,7 +222,7 @@ def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
     """Return the source for a ``shape``; see :func:`source_of`."""
     tiling = tiling_of(torch.device(key.device))
     is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(n % ALIGNED for n in shape[-2:])
-    dialect = Dialect("{} = {}", "T({})", "&", "|", quadratic=is_fit)
+    dialect = Dialect("{} = {}", "T({})", "&", "|", calls=CALLS, quadratic=is_fit)
     return source_of(StackSource, key, shape, dialect, tiling if is_fit else None)
 
 
