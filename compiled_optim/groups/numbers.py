@@ -261,7 +261,7 @@ class GroupNumbers:
         self._follow()
 
     def is_shared(self, i: int) -> bool:
-        """Return whether the tensor of a number is that of another one too, in this group or in another."""
+        """Return whether the tensor of a number is also another one's, in this group or in another."""
         wanted = address(self.tensors[i])
         same = [(n, j) for n in self.changes.numbers for j in n.passed if address(n.tensors[j]) == wanted]
         return len(same) > 1

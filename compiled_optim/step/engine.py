@@ -389,7 +389,7 @@ class Engine:
     def renew(self, grads: Gradients = None, reason: str = "") -> tuple[Step, Gradients]:
         """Rebuild the step from groups and state. Return it, and ``grads`` in the new order of the parameters.
 
-        Reports show the ``reason``, by default that of :meth:`Step.stale`.
+        Reports show the ``reason``, by default the one that :meth:`Step.stale` returns.
         """
         reason = reason or ("" if self.step is None else self.step.stale())
         self.changes.outdate("the step is being rebuilt")  # to the end, even after an interrupt
