@@ -115,20 +115,20 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2657,
-    "capture": 1129,
+    "": 2664,
+    "capture": 1131,
     "checkpoint": 1257,
     "cli": 1189,
-    "groups": 1357,
+    "groups": 1497,
     "interop": 2199,
-    "lowering": 5490,
+    "lowering": 5514,
     "memory": 1314,
     "optimizers": 2074,
-    "plan": 952,
-    "reports": 933,
+    "plan": 967,
+    "reports": 941,
     "rule": 3070,
     "simulated": 755,
-    "step": 1783,
+    "step": 1825,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
