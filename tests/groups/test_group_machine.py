@@ -347,13 +347,17 @@ class Machine(RuleBasedStateMachine):
 
     def counts_of_structure(self) -> Any:
         """Return what changes where other parameters are updated, or with other buffers."""
-        return self.epoch, len(self.groups), {*self.schedules.items()}, [*map(self.has_buffer, self.groups)]
+        return self.epoch, len(self.groups), [*map(self.has_buffer, self.groups)]
 
     @contextmanager
     def nothing_compiled(self, way: str) -> Iterator[None]:
-        """Refuse to compile anything unless groups, schedules or buffers changed since the last step of this way."""
+        """Refuse to compile anything unless groups, schedules or buffers changed since the last step of this way.
+
+        A compiled step may also be traced anew for a momentum that was 0 meanwhile, or a number that was refused.
+        """
         structure = self.counts_of_structure()
-        with co.no_recompiles() if structure == self.structures.get(way) else nullcontext():
+        is_same = structure == self.structures.get(way) and (way == "called" or "momentum" not in self.kind.start)
+        with co.no_recompiles() if is_same else nullcontext():
             yield
         self.structures[way] = structure
 
@@ -465,6 +469,7 @@ class Machine(RuleBasedStateMachine):
         key = self.draw_key(data)
         if model.elements[key][0].is_driven:
             return
+        self.epoch += 1
         value: Any = data.draw(st.sampled_from(RANGES[key][3]), "value")
         value = (value, 0.5) if len(self.kind.start[key]) > 1 else value
         WRITES[data.draw(st.sampled_from([*WRITES]), "how")](group, key, value)
@@ -672,9 +677,12 @@ class Machine(RuleBasedStateMachine):
     def begin_schedule(self, data: st.DataObject) -> None:
         index, _, model = self.draw_group(data)
         key = self.draw_key(data, [*SCHEDULES])
+        if any(self.is_refused(index, key, element) for element in model.elements[key]):
+            return  # a schedule that ends before a step would leave that number, and no step would refuse it
         function = data.draw(st.sampled_from(SCHEDULES[key]), "function")
         self.optimizer.schedule(index, **{key: function})
         self.schedules[index, key] = function
+        self.epoch += 1
         if key == "lr" and self.is_negative(model):
             model.elements[key][0].number.value = 0.0  # which is the live tensor's
         for element in model.elements[key]:
@@ -690,6 +698,7 @@ class Machine(RuleBasedStateMachine):
         index, key = data.draw(st.sampled_from([*self.schedules]), "schedule")
         self.optimizer.schedule(index, **{key: None})
         del self.schedules[index, key]
+        self.epoch += 1
         for element in self.groups[index].elements[key]:
             element.is_driven = element.number.is_written = False
         self.take_steps(data)
@@ -721,12 +730,10 @@ class Machine(RuleBasedStateMachine):
                 if may_be_negative and data.draw(st.integers(0, 4), "is negative") == 0:
                     own[key] = [-0.25]
                 entries[key] = tuple(own[key]) if len(own[key]) > 1 else own[key][0]
-        keeps = data.draw(st.integers(0, 4), "keeps") == 0
+        keeps = data.draw(st.integers(0, 4), "keeps") == 0 and not any(key == "momentum" for _, key in self.schedules)
         needs = [
-            self.has_buffer(group)
-            if keeps
-            else "momentum" in own and (own["momentum"][0] != 0 or self.is_driven(i, "momentum"))
-            for i, (group, own) in enumerate(zip(self.groups, numbers, strict=True))
+            self.has_buffer(group) if keeps else own.get("momentum", [0]) != [0]
+            for group, own in zip(self.groups, numbers, strict=True)
         ]
         if any(need and "momentum_buffer" not in saved["state"][i] for i, need in enumerate(needs)):
             with pytest.raises(ValueError, match="momentum_buffer"):
@@ -740,6 +747,7 @@ class Machine(RuleBasedStateMachine):
         for group, before, loaded in zip(self.groups, groups, numbers, strict=True):
             group.others.update(before.others)
             group.refused = {"lr"} if loaded["lr"][0] < 0 else set()
+            self.epoch += len(group.refused)
         for index, key, i, element in self.elements():
             if (number := element.number).owner is not None:
                 self.owned = [n for n in self.owned if n is not number]
@@ -762,6 +770,8 @@ class Machine(RuleBasedStateMachine):
         self.schedulers = [(each, theirs) for each, (_, theirs) in zip(mine, self.schedulers, strict=True)]
         self.optimizer.hyperparameters()  # until then, a copy does not warn of writes that its schedules override
         self.run, self.structures, self.epoch = {}, {}, self.epoch + 1
+        for group in self.groups:
+            group.refused.clear()  # a copy takes 0 for a negative rate that came from a checkpoint, too
         self.usual = {
             key: [Element(Number(math.nan)) if e.number.owner is not None else e for e in elements]
             for key, elements in self.usual.items()
@@ -938,14 +948,14 @@ WAYS: dict[str, Callable[[Machine], object]] = {
     "replayed by hand": replayed_by_hand,
 }
 MACHINES: dict[str, tuple[dict[str, Any], int, int]] = {
-    "called": ({}, 30, 1000),
-    "waiting": ({"waits": True}, 30, 1000),
-    "operator": ({"ways": ["called", "compiled"], "lowerings": ["multi_tensor"]}, 6, 200),
-    "operator, waiting": ({"ways": ["called", "compiled"], "lowerings": ["multi_tensor"], "waits": True}, 6, 200),
-    "inlined": ({"ways": ["compiled"], "lowerings": ["inductor"]}, 6, 200),
-    "inlined, waiting": ({"ways": ["compiled"], "lowerings": ["inductor"], "waits": True}, 6, 200),
-    "replayed": ({"ways": ["replayed", "called"], "lowerings": ["multi_tensor"], "waits": True}, 6, 200),
-    "replayed by hand": ({"ways": ["replayed by hand", "called"], "lowerings": ["multi_tensor"], "waits": True}, 6, 200),
+    "called": ({}, 15, 500),
+    "waiting": ({"waits": True}, 15, 500),
+    "operator": ({"ways": ["called", "compiled"], "lowerings": ["multi_tensor"]}, 3, 60),
+    "operator, waiting": ({"ways": ["called", "compiled"], "lowerings": ["multi_tensor"], "waits": True}, 3, 60),
+    "inlined": ({"ways": ["compiled"], "lowerings": ["inductor"]}, 3, 60),
+    "inlined, waiting": ({"ways": ["compiled"], "lowerings": ["inductor"], "waits": True}, 3, 60),
+    "replayed": ({"ways": ["replayed", "called"], "lowerings": ["multi_tensor"], "waits": True}, 3, 200),
+    "replayed by hand": ({"ways": ["replayed by hand", "called"], "lowerings": ["multi_tensor"], "waits": True}, 3, 200),
 }
 
 
@@ -960,12 +970,13 @@ def test_numbers_are_what_was_written_last(
     elif attributes.get("waits"):
         monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
     machine = type("Machine", (Machine,), attributes)
-    run_state_machine_as_test(
-        machine,
-        settings=settings(
-            max_examples=full if request.config.option.full else quick,
-            stateful_step_count=20,
-            report_multiple_bugs=False,
-            phases=[Phase.generate, Phase.shrink],
-        ),
-    )
+    with torch._dynamo.config.patch(recompile_limit=64):  # groups and schedules change often
+        run_state_machine_as_test(
+            machine,
+            settings=settings(
+                max_examples=full if request.config.option.full else quick,
+                stateful_step_count=20,
+                report_multiple_bugs=False,
+                phases=[Phase.generate, Phase.shrink],
+            ),
+        )
