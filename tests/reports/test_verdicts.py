@@ -29,6 +29,7 @@ def shown(*, fallbacks: dict[str, str] | None = None, is_idle: bool = False, **o
         steps=100,
         kernels=(ADAMW,),
         compilations=(Compilation(ADAMW, 1.34),),
+        rebuilds={},
         captures=(),
         replays=0,
         table_refreshes=101,
@@ -117,6 +118,19 @@ AdamW: eager lowering, 100 steps. Slower than it could be: see below.
       install g++ or clang++, or name one in the environment variable CXX
   gradients moved in 100 of 100 steps (zero_grad frees them): one small copy of addresses each; nothing to do""",
     )
+
+
+def test_rebuilds() -> None:
+    reasons = {
+        "'gate' got its first gradient": 1,
+        "param_groups[0]['maximize'] was written": 2,
+        "'gate' moved": 1,
+        "state": 1,
+    }
+    text = " ".join(shown(rebuilds=reasons, moved_steps=0).split())
+    said = "'gate' got its first gradient, param_groups[0]['maximize'] was written (2 times), 'gate' moved and 1 more"
+    assert f"rebuilt on the host, which compiles nothing by itself: {said} compiled C++" in text
+    assert "rebuilt" not in shown()
 
 
 def test_captures() -> None:

@@ -47,7 +47,7 @@ def _values(optimizer: co.CompiledOptimizer) -> list[Tensor]:
 def test_a_step_that_finds_all_as_it_was_prepares_nothing() -> None:
     optimizer, _ = _made()
     prepare = mock.Mock(side_effect=AssertionError("it prepares again"))
-    with mock.patch.object(RuleStep, "prepare", prepare), mock.patch.object(RuleStep, "describes", prepare):
+    with mock.patch.object(RuleStep, "prepare", prepare), mock.patch.object(RuleStep, "stale_for", prepare):
         for _ in range(2):
             for param in engine_of(optimizer).params:
                 param.grad = torch.ones_like(param)  # which lie elsewhere
