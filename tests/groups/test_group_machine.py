@@ -155,6 +155,11 @@ class Kind:
     start: dict[str, tuple[float, ...]]
     options: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def often(self) -> list[str]:
+        """Return the hyperparameters, first those that are unlike others."""
+        return sorted(self.start, key=lambda key: key not in ("betas", "momentum"))
+
 
 MOMENTUM = {"lr": (0.3,), "momentum": (0.0,), "weight_decay": (0.125,)}
 ADAM = {"lr": (0.3,), "betas": (0.8, 0.95), "eps": (1e-3,), "weight_decay": (0.125,)}
@@ -302,7 +307,7 @@ class Machine(RuleBasedStateMachine):
         return data.draw(st.sampled_from([k for k in keys if k in self.keys] or keys), "key")
 
     def draw_value(self, data: st.DataObject, key: str) -> Any:
-        form = data.draw(st.one_of(st.just("number"), st.sampled_from([*FORMS])), "form")
+        form = data.draw(st.sampled_from([*FORMS]), "form")
         return FORMS[form](data.draw(values_of(key), "value"))
 
     def draw_entries(self, data: st.DataObject, entries: dict[str, list[Element]]) -> dict[str, Any]:
@@ -398,10 +403,18 @@ class Machine(RuleBasedStateMachine):
 
     # Rules.
 
-    @initialize(data=st.data(), name=st.sampled_from([*KINDS]), count=st.integers(1, 2), is_read=st.booleans())
-    def make(self, data: st.DataObject, name: str, count: int, is_read: bool) -> None:
+    @initialize(
+        data=st.data(),
+        name=st.sampled_from([*KINDS]),
+        count=st.integers(1, 2),
+        is_read=st.booleans(),
+        is_handed_out=st.booleans(),
+    )
+    def make(self, data: st.DataObject, name: str, count: int, is_read: bool, is_handed_out: bool) -> None:
+        """Make the optimizer. A number whose live tensor was handed out is never again written as others are."""
+        self.is_handed_out = is_handed_out
         self.kind, self.is_read = KINDS[name], is_read
-        self.keys = data.draw(st.lists(st.sampled_from([*self.kind.start]), min_size=1, max_size=2, unique=True), "keys")
+        self.keys = data.draw(st.lists(st.sampled_from(self.kind.often), min_size=1, max_size=2, unique=True), "keys")
         self.usual: dict[str, list[Element]] = {}
         self.usual_values = self.draw_entries(data, self.usual)
         for key, start in self.kind.start.items():
@@ -441,19 +454,27 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def assign(self, data: st.DataObject) -> None:
+        """Write once or more, as a scheduler does, often plain numbers: then the group does less for the later ones."""
         index, group, _ = self.draw_group(data)
-        key = self.draw_key(data)
-        how = data.draw(st.one_of(st.just("item"), st.sampled_from([*WRITES])), "how")
-        value = self.draw_value(data, key)
-        if (length := len(self.kind.start[key])) > 1:
-            make = data.draw(st.sampled_from([tuple, list]), "type")
-            value = make([value, *(self.draw_value(data, key) for _ in range(length - 1))])
-        said = len(self.said)
-        WRITES[how](group, key, value)
-        if self.is_driven(index, key):
-            assert "so the value that was written is lost" in " ".join(self.said[said:])
-        self.write(index, key, value)
+        is_plain = data.draw(st.booleans(), "is plain")
+        key = self.kind.often[0] if is_plain and data.draw(st.booleans(), "is often") else self.draw_key(data)
+        length = len(self.kind.start[key])
+        how = "item" if is_plain else data.draw(st.sampled_from([*WRITES]), "how")
+        make = tuple if is_plain else data.draw(st.sampled_from([tuple, list]), "type")
+        for _ in range(data.draw(st.integers(1, 3), "times")):
+            values = [data.draw(values_of(key), "value") if is_plain else self.draw_value(data, key) for _ in range(length)]
+            value = make(values) if length > 1 else values[0]
+            said = len(self.said)
+            WRITES[how](group, key, value)
+            if self.is_driven(index, key):
+                assert "so the value that was written is lost" in " ".join(self.said[said:])
+            self.write(index, key, value)
         self.take_steps(data)
+
+    @rule(data=st.data())
+    def assign_again(self, data: st.DataObject) -> None:
+        """Make writes as frequent as all that may happen between them."""
+        self.assign(data)
 
     @rule(data=st.data())
     def assign_a_negative_rate(self, data: st.DataObject) -> None:
@@ -528,7 +549,7 @@ class Machine(RuleBasedStateMachine):
         key = self.draw_key(data)
         i = data.draw(st.integers(0, len(model.elements[key]) - 1), "index")
         element, value = model.elements[key][i], float(data.draw(values_of(key), "value"))
-        if element.is_driven:
+        if element.is_driven or not (element.is_tensor or self.is_handed_out):
             return
         if self.is_refused(index, key, element):
             return  # steps would still refuse the number that was written before
@@ -553,7 +574,7 @@ class Machine(RuleBasedStateMachine):
             element.number.seen = None
         self.take_steps(data)
 
-    @precondition(lambda self: self.waits)
+    @precondition(lambda self: self.waits and self.is_handed_out)
     @rule(data=st.data())
     def fill_without_count(self, data: st.DataObject) -> None:
         """Write where numbers wait, let a step use it, and write anew what groups may not show."""
@@ -570,7 +591,7 @@ class Machine(RuleBasedStateMachine):
         group[key] = 0.25
         self.write(index, key, 0.25)
 
-    @precondition(lambda self: any("compiled" in way for way in self.ways))
+    @precondition(lambda self: self.is_handed_out and any("compiled" in way for way in self.ways))
     @rule(data=st.data())
     def read_in_compiled_code(self, data: st.DataObject) -> None:
         key = self.keys[0]
@@ -723,7 +744,9 @@ class Machine(RuleBasedStateMachine):
                 self.optimizer.load_state_dict(saved)
             return
         key = self.draw_key(data)
-        for entries, own in zip(saved["param_groups"], numbers, strict=True):
+        for index, (entries, own) in enumerate(zip(saved["param_groups"], numbers, strict=True)):
+            if self.is_driven(index, "lr") and own["lr"][0] < 0:  # neither is promised to win
+                entries["lr"], own["lr"] = 0.25, [0.25]
             if data.draw(st.booleans(), "is changed"):
                 own[key] = [data.draw(values_of(key), "value") for _ in own[key]]
                 may_be_negative = key == "lr" and not any(k == "lr" for _, k in self.schedules)
@@ -833,7 +856,8 @@ class Machine(RuleBasedStateMachine):
         for group, model in zip(self.optimizer.param_groups, self.groups, strict=True):
             for key, elements in model.elements.items():
                 self.read_one(group[key], elements, keep=True)
-            assert {k: float(v) for k, v in model.others.items()} == {k: float(group[k]) for k in group if k in model.others}
+            assert model.others.keys() <= group.keys()
+            assert all(same(float(group[key]), float(value)) for key, value in model.others.items())
 
     def read_one(self, read: Any, elements: list[Element], *, keep: bool = False) -> None:
         parts = read if isinstance(read, tuple) else (read,)
@@ -861,6 +885,8 @@ class Machine(RuleBasedStateMachine):
             )()
             self.read_one(read, elements, keep=True)
         elif how == "live":
+            if not self.is_handed_out:
+                return
             for i, element in enumerate(elements):
                 is_negative = key == "lr" and self.is_negative(model)
                 assert same(self.live(index, key, i).item(), 0.0 if is_negative else element.number.value)
@@ -928,8 +954,9 @@ def replayed_by_hand(machine: Machine) -> None:
     structure = machine.counts_of_structure()
     graph, captured = machine.run.get("by hand", (None, None))
     is_said = any("after step() was captured" in each for each in machine.said[machine.run.get("said", 0) :])
-    assert captured is None or is_said <= (captured != structure), "numbers ask for no new capture"
-    if captured != structure:
+    is_same = captured == structure
+    assert not (is_same and is_said) or "momentum" in machine.kind.start, "numbers ask for no new capture"
+    if is_said or not is_same:  # a momentum that was 0 meanwhile says it, too
         machine.optimizer.step()
         graph = SimulatedGraph(torch.device("cpu"))
         with graph.capturing():
