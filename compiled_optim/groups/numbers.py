@@ -111,7 +111,7 @@ class GroupNumbers:
         if (memory := self._memory(i)) is not None:
             number: float = memory.value
             written = self.written[i]
-            is_replaced = number == 0 and written is not None and self._replaced.get(i) == written
+            is_replaced = number == 0 and self._replaced.get(i) == self.certain(i) is not None
             return written if is_replaced or number == written else number
         if self._is_on_host(self.tensors[i]):
             with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes all tensors fake

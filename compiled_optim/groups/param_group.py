@@ -208,11 +208,20 @@ class ParamGroup(WatchedDict[str, Any]):
         if not (is_open or problem or hyper.name in self._declaration.structural_hypers or (hyper.fixed and not is_entry)):
             self._quick[key] = self._writers[key]
 
+    def problems(self) -> list[tuple[str, bool]]:
+        """Return the errors of numbers out of range that were written, and whether steps use 0 for them.
+
+        Numbers that other code wrote since are not checked.
+        """
+        for key in [key for key in self.out_of_range if self.is_exposed(key)]:
+            self._show(key)
+        return [*self.out_of_range.values()]
+
     def _problem(self, hyper: Hyper) -> str:
         """Return the error of a hyperparameter's first number out of range, or ""."""
         least, most = hyper.span
         for index, i in enumerate(self._indices[hyper.name]):
-            if (value := self.numbers.written[i]) is not None and not least <= value <= most:
+            if (value := self.numbers.certain(i)) is not None and not least <= value <= most:
                 try:
                     hyper.check(value, index, self.label, ROUNDING)
                 except ValueError as error:

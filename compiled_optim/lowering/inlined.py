@@ -167,7 +167,7 @@ class InlinedStep:
 
     def _number(self, group: int, i: int, inputs: Sequence[Tensor]) -> Tensor:
         where = self._inputs_of[group].get(i)
-        return inputs[0][i] if where is None else inputs[where].view(())
+        return inputs[0][i] if where is None else inputs[where].view(()).to(inputs[0].dtype)
 
 
 def _update_in_graph(

@@ -369,7 +369,7 @@ class Engine:
         """Raise ``ValueError`` if a number that was written to a group is out of range; warn once of a negative rate."""
         if self.changes.is_refused:
             for group in self.distinct_groups:
-                for message, is_replaced in sorted(group.out_of_range.values(), key=itemgetter(1)):
+                for message, is_replaced in sorted(group.problems(), key=itemgetter(1)):
                     if not is_replaced:
                         raise ValueError(message)
                     self.changes.warn_of_rate(message)

@@ -319,8 +319,6 @@ class Machine(RuleBasedStateMachine):
             elements, values = [], []
             for _ in self.kind.start[key]:
                 how = data.draw(st.sampled_from(["number", "float64", "float32", "one element", "shared"]), "how")
-                if how == "float32" and self.lowerings == ["inductor"]:
-                    how = "float64"  # inlined steps compute bias corrections in float32 where a beta is
                 shared = [n for n in self.owned if self.fits(key, n)]
                 if how == "number" or (how == "shared" and not shared):
                     elements.append(Element(Number(data.draw(values_of(key), "value"))))
@@ -551,10 +549,6 @@ class Machine(RuleBasedStateMachine):
         element, value = model.elements[key][i], float(data.draw(values_of(key), "value"))
         if element.is_driven or not (element.is_tensor or self.is_handed_out):
             return
-        if self.is_refused(index, key, element):
-            return  # steps would still refuse the number that was written before
-        if element.number.was_negative or element.number.value < 0:
-            value = value or 0.5  # filled with 0, what is read on a CPU stays negative
         if element.number.was_given:
             value = torch.tensor(value).item()  # the tensor may still be the user's, in float32
         if element.is_tensor:

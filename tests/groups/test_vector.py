@@ -140,3 +140,40 @@ def test_compiled_code_takes_one_vector_for_each_group() -> None:
     (taken,) = shapes
     count = optimizer.hyperparameter("lr").untyped_storage().nbytes() // 8
     assert [shape for shape in taken if shape == (count,)] == [(count,)] * 5
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_refused_number_that_other_code_mends_is_used(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if waits:
+        monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    optimizer, reference = made(momentum=0.5), made(torch.optim.SGD, momentum=0.25)
+    optimizer.param_groups[0]["momentum"] = -0.5
+    with pytest.raises(ValueError, match="momentum"):
+        optimizer.step()
+    optimizer.hyperparameter("momentum").fill_(0.25)
+    for each in (optimizer, reference):
+        for _ in range(2):
+            each.step()
+    (ours,), (theirs,) = optimizer.param_groups[0]["params"], reference.param_groups[0]["params"]
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+def test_a_zero_that_other_code_fills_over_a_negative_rate_is_read() -> None:
+    optimizer = made()
+    optimizer.param_groups[0]["lr"] = -1.0
+    assert optimizer.param_groups[0]["lr"] == -1.0
+    optimizer.hyperparameter("lr").fill_(0.0)
+    assert [optimizer.param_groups[0]["lr"], optimizer.hyperparameters()[0]["lr"]] == [0.0, 0.0]
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.0
+
+
+def test_a_float32_number_of_the_user_is_computed_with_in_float64() -> None:
+    found = []
+    for compiles in (False, True):
+        beta = torch.tensor(0.3)
+        optimizer = made(co.AdamW, betas=(beta, 0.75), eps=1e-3, lowering="inductor" if compiles else "eager")
+        step = torch.compile(optimizer.step, backend="eager", fullgraph=True) if compiles else optimizer.step
+        for _ in range(3):
+            step()
+        found.append(optimizer.param_groups[0]["params"][0].detach())
+    torch.testing.assert_close(*found, rtol=1e-14, atol=0)
