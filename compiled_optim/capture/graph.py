@@ -124,6 +124,7 @@ class Run:
         self._device = self._common_device()
         self._graph = self._new_graph(self._device)
         self._guards: list[dict[str, str]] = []  # of each optimizer when the graph was captured; empty before
+        self._rebuilds: list[int] = []  # how often steps had been rebuilt then
         self._cause = ""  # of the next capture
         self._pending = warmup  # calls that run as usual before it
         self._recaptures = self._recaptures_left = recaptures
@@ -181,14 +182,17 @@ class Run:
 
     def _note_capture(self) -> None:
         self._guards = list(map(guards_of, self._engines))
+        self._rebuilds = [engine.log.rebuilds.total() for engine in self._engines]
         for engine in self._engines:
             engine.log.captures.append(self._cause)
 
     def _explain(self) -> str:
         """Return why the graph is stale."""
         changes = map(differences, self._guards, map(guards_of, self._engines))
-        rebuilt = (engine.log.rebuilt for engine in self._engines)
-        return next(filter(None, (*changes, *rebuilt)), "tables were made anew")
+        stale = (engine.step.stale() for engine in self._engines if engine.step is not None)
+        counts = zip(self._engines, self._rebuilds, strict=True)
+        rebuilt = (engine.log.rebuilt for engine, count in counts if engine.log.rebuilds.total() > count)
+        return next(filter(None, (*changes, *stale, *rebuilt)), "tables were made anew")
 
     def release(self) -> None:
         """Free the graph. Then the run can only end a current step."""

@@ -7,6 +7,7 @@ import functools
 import math
 import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any
@@ -77,7 +78,7 @@ class GroupNumbers:
         self.exposed: set[int] = set()
         self.shown: set[int] = set()
         self.driven: set[int] = set()
-        self.inputs, self.inputs_of = [self.vector.detach()], dict[int, int]()
+        self.inputs, self.inputs_of = [self.vector], dict[int, int]()  # not detached: all views need one base in a trace
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._versions: dict[int, int | None] = {}  # of passed and exposed tensors, after the last write from here
         self._fetched: dict[int, tuple[int | None, float]] = {}  # numbers that were read from the device, with versions
@@ -214,34 +215,46 @@ class GroupNumbers:
     def put(self, i: int, value: float | Tensor) -> None:
         """Let steps read a number from the vector, and no longer from a tensor that a user passed.
 
-        A ``value`` that requires grad becomes such a tensor: a differentiable step reaches back through it.
+        A ``value`` that requires grad becomes such a tensor: a differentiable step reaches back through it. The vector gets
+        the value while steps still read the other tensor, in case of an interrupt.
         """
         if isinstance(value, Tensor) and value.requires_grad:
             self._pass(i, value.reshape(()).to(self.vector.device, self.vector.dtype))
             return
         self._fall_behind()
+        if i in self._structural:
+            self.changes.outdate_compiled("a hyperparameter that decides which buffers exist was written")
+        before = _version(self.vector)
+        _copy_into(self._elements[i], value)
+        self.note_write(before)
+        self.written[i] = None
+        self.tensors[i] = self._elements[i]
+        for known in (self._memories, self._fetched, self._replaced):
+            known.pop(i, None)
+        if i in self.inputs_of:
+            self.inputs[self.inputs_of[i]] = self.vector[i : i + 1]
+        if i in self.exposed:
+            self._versions[i] = _version(self.vector)
         self.passed.discard(i)
         self.shown.discard(i)
-        self._memories.pop(i, None)
-        self.tensors[i] = self._elements[i]
-        if i in self.inputs_of:
-            self.inputs[self.inputs_of[i]] = self.tensors[i].detach().view(1)
-        self.write(i, value)
+        self.written[i] = None if isinstance(value, Tensor) else value
         self._follow()
 
     def _pass(self, i: int, tensor: Tensor) -> None:
         """Let steps read a number from a ``tensor`` that a user passed."""
         self._fall_behind()
+        self.written[i] = None
+        for known in (self._memories, self._fetched, self._replaced):
+            known.pop(i, None)
+        self.tensors[i] = tensor
         self.changes.unsent.pop((self, i), None)
-        self._memories.pop(i, None)
-        self.tensors[i], self.written[i] = tensor, None
         self._versions[i] = _version(tensor)
         self.passed.add(i)
         if i not in self.inputs_of:
             self.inputs_of[i] = len(self.inputs)
             self.inputs.append(tensor)
             self.changes.outdate("a tensor was passed for a number, which compiled code takes")
-        self.inputs[self.inputs_of[i]] = tensor.detach().view(1)
+        self.inputs[self.inputs_of[i]] = (tensor.detach() if tensor.requires_grad else tensor).view(1)
         self._follow()
 
     def _fall_behind(self) -> None:
@@ -254,6 +267,7 @@ class GroupNumbers:
 
     def take_over(self, before: GroupNumbers) -> None:
         """Let users read as tensors those numbers that they read so ``before`` the group moved to another device."""
+        self.shown, self.exposed = set(), set()
         for i in before.shown:
             self.show_as(i, before.tensors[i])
         self.followers = before.followers
@@ -263,7 +277,7 @@ class GroupNumbers:
     def is_shared(self, i: int) -> bool:
         """Return whether the tensor of a number is also another one's, in this group or in another."""
         wanted = address(self.tensors[i])
-        same = [(n, j) for n in self.changes.numbers for j in n.passed if address(n.tensors[j]) == wanted]
+        same = [(n, j) for n in [*self.changes.numbers] for j in [*n.passed] if address(n.tensors[j]) == wanted]
         return len(same) > 1
 
     def replace_negative(self, i: int) -> bool:
@@ -302,8 +316,10 @@ class GroupNumbers:
             return False
         if (ask := CAPTURING.get(self.vector.device.type)) is None or ask() is not None:
             return False
-        self.written[i] = value
+        self.written[i] = None  # until it waits, in case of an interrupt
         self.changes.unsent[self, i] = value
+        self._fetched.pop(i, None)
+        self.written[i] = value
         return True
 
     def _fill(self, i: int, value: float | Tensor) -> None:
@@ -315,19 +331,17 @@ class GroupNumbers:
             increment_version(tensor)
             memory.value = value
         else:
-            with as_fake_as(tensor):
-                live = tensor.detach() if tensor.requires_grad else tensor
-                live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
-        if self._versions:
+            _copy_into(tensor, value)
+        if self._versions and i not in self.passed:
             self.note_write(before)
         if i in self._versions:
             self._versions[i] = _version(tensor)
 
-    def note_write(self, before: int | None) -> None:
-        """Note a write from here into the vector, whose version was ``before``: no other code wrote exposed numbers."""
+    def note_write(self, before: int | None, count: int = 1) -> None:
+        """Note ``count`` writes from here into the vector, whose version was ``before``: no other code wrote in them."""
         for i in self.exposed - self.passed:
-            if self._versions[i] == before:
-                self._versions[i] = _version(self.vector)
+            if before is not None and self._versions[i] == before:
+                self._versions[i] = before + count
 
     @staticmethod
     def _is_on_host(tensor: Tensor) -> bool:
@@ -358,6 +372,7 @@ def send(changes: Changes, captures: Captures = (), asked: Sequence[torch.device
     for device, waiting in by_device.items():
         tensors = [numbers.tensors[i] for (numbers, i), _ in waiting]
         versions = {numbers: _version(numbers.vector) for (numbers, _), _ in waiting}
+        counts = Counter(numbers for (numbers, _), _ in waiting)
         with as_fake_as(tensors[0]):
             captured = device in captures if device in asked else is_capturing(device)
             if captured:  # replays must not write these numbers again, and the device has finished all earlier work
@@ -365,10 +380,16 @@ def send(changes: Changes, captures: Captures = (), asked: Sequence[torch.device
             else:
                 torch._foreach_copy_(tensors, list(_on(device, [number for _, number in waiting]).unbind()))
         for numbers, version in versions.items():
-            numbers.note_write(version)
+            numbers.note_write(version, counts[numbers])
         for where, number in waiting:  # skip numbers that were written since; safe if interrupted
             if changes.unsent.get(where) is number:
                 del changes.unsent[where]
+
+
+def _copy_into(tensor: Tensor, value: float | Tensor) -> None:
+    with as_fake_as(tensor):
+        live = tensor.detach() if tensor.requires_grad else tensor
+        live.copy_(value.detach().reshape(())) if isinstance(value, Tensor) else live.fill_(value)
 
 
 def _on(device: torch.device, numbers: Sequence[float]) -> Tensor:

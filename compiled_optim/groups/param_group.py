@@ -194,10 +194,10 @@ class ParamGroup(WatchedDict[str, Any]):
         if is_entry:
             tensors = [numbers.tensors[i] if number is None else number for i, number in zip(indices, certain, strict=True)]
             entry = hyper.plain(tensors)
-            self._entries[key] = _STALE if is_open else entry
-            self._stale.pop(key, None)
-            self._stale |= {key: entry} if is_open else {}
-            dict.__setitem__(self, key, entry)
+            dict.__setitem__(self, key, entry)  # first: after an interrupt, it is taken for a write of the same numbers
+            self._stale[key], self._entries[key] = entry, _STALE if is_open else entry
+            if not is_open:
+                del self._stale[key]
             if problem := self._problem(hyper):
                 is_replaced = key == "lr" and key not in self._loaded and numbers.replace_negative(indices[0])
                 self.out_of_range[key] = problem, is_replaced
@@ -308,13 +308,14 @@ class ParamGroup(WatchedDict[str, Any]):
         if quick is None or is_dynamo_compiling() or compiler_at_work() is not None:
             self.update({key: value})
         elif quick(value):
-            self._entries[key] = value
             dict.__setitem__(self, key, value)
+            self._entries[key] = value
         else:
             self.update({key: value})
 
     def _written(self, *key: Any) -> str:
-        return f"{self.label}{[*key] or ''} was written"
+        declared = key and (key[0] in self._hypers or key[0] in self._declaration.structural_entries)
+        return f"{self.label}{[*key] if declared else ''} was written"
 
     @outside_dynamo
     def update(self, *args: Any, **kwargs: Any) -> None:
@@ -365,6 +366,7 @@ class ParamGroup(WatchedDict[str, Any]):
     def _assign(self, key: str, taken: Iterable[tuple[float | Tensor, float | Tensor]], *, is_loaded: bool = False) -> None:
         self.refuse_capture([key])
         (self._loaded.add if is_loaded else self._loaded.discard)(key)
+        self._stale[key], self._entries[key] = dict.get(self, key), _STALE  # until it is shown, in case of an interrupt
         numbers = self.numbers
         for index, (i, (element, value)) in enumerate(zip(self._indices[key], taken, strict=True)):
             tensor = numbers.tensors[i]

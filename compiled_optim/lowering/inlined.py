@@ -111,6 +111,7 @@ class InlinedStep:
             self.names,
             self._positions,
             self._hypers,
+            self._indices,
             self._inputs_of,
             plans,
             self._neutral,

@@ -392,7 +392,7 @@ class Engine:
         Reports show the ``reason``, by default the one that :meth:`Step.stale` returns.
         """
         reason = reason or ("" if self.step is None else self.step.stale())
-        self.changes.outdate("the step is being rebuilt")  # to the end, even after an interrupt
+        self.changes.outdate(reason or "the step is being rebuilt")  # to the end, even after an interrupt
         by_id = {} if grads is None else dict(zip(map(id, self.params), grads, strict=True))
 
         def grad_of(param: Tensor) -> Tensor | None:

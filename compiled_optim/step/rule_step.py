@@ -165,10 +165,11 @@ class RuleStep(Step):
     def woken(self, grads: Gradients) -> str:
         """Return that a parameter without state has a gradient, in words."""
         woken = [i for i in self._stateless if (self.params[i].grad if grads is None else grads[i]) is not None]
-        return f"'{self._name(woken[0])}' got its first gradient" if woken else ""
+        return f"{self._name(woken[0])} got its first gradient" if woken else ""
 
     def _name(self, i: int) -> str:
-        return next(name for name, param in named_parameters(self._distinct) if param is self.params[i])
+        names = (f"'{name}'" for name, param in named_parameters(self._distinct) if param is self.params[i])
+        return next(names, "a parameter")  # a list may have been written unreported
 
     def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
         is_known = self._clipping.arguments is clip_args is self._settled_for
@@ -250,6 +251,7 @@ class RuleStep(Step):
                 try:
                     lowering.compile()
                 except CompilerError as error:
+                    self.changes.stale = f"a kernel of {lowering.plan.rule.name} does not compile here"
                     refuse(lowering.plan, error)
                     raise
                 lowering.plan.reread(plan_grads)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from interruptions import Interruption
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -177,3 +179,77 @@ def test_a_float32_number_of_the_user_is_computed_with_in_float64() -> None:
             step()
         found.append(optimizer.param_groups[0]["params"][0].detach())
     torch.testing.assert_close(*found, rtol=1e-14, atol=0)
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize(("scheduled", "read"), [("lr", "lr"), ("lr", "momentum"), ("weight_decay", "lr")])
+def test_compiled_code_reads_a_number_beside_a_schedule(scheduled: str, read: str, inside: bool) -> None:
+    """The step writes the vector, and the function reads an element of it: both are inputs of one graph."""
+    optimizer = made(momentum=0.5, lr=0.25, lowering="inductor")
+    optimizer.schedule(**{scheduled: lambda step: 0.125 * step})
+    kept = optimizer.hyperparameter(read)
+
+    def function() -> Tensor:
+        optimizer.step()
+        return (optimizer.hyperparameter(read) if inside else kept) * 2
+
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for count in range(1, 4):
+        expected = 0.125 * count if read == scheduled else {"lr": 0.25, "momentum": 0.5}[read]
+        assert compiled().item() == 2 * expected
+
+
+@pytest.mark.parametrize("write", [lambda g: g.update(lr=0.125), lambda g: g.update(lr=torch.tensor(0.125))])
+def test_a_tensor_that_was_passed_is_left_beside_a_schedule(write: Callable[[Any], object]) -> None:
+    optimizer = made(lr=torch.tensor(0.5, dtype=torch.float64), lowering="inductor")
+    optimizer.schedule(weight_decay=lambda step: 0.0 * step)
+    compiled = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)
+    (weight,) = optimizer.param_groups[0]["params"]
+    compiled()
+    assert weight[0].item() == 0.75
+    write(optimizer.param_groups[0])
+    compiled()
+    assert weight[0].item() == 0.6875
+
+
+def test_steps_follow_the_vector_where_a_number_that_none_reads_moves_it() -> None:
+    optimizer = made(co.AdamW, lr=0.25, weight_decay=0.0)
+    (weight,) = optimizer.param_groups[0]["params"]
+    optimizer.step()
+    optimizer.hyperparameter("max_lr").share_memory_()  # it is read with decouple_lr=True alone
+    optimizer.param_groups[0]["lr"] = 0.125
+    before = weight.detach().clone()
+    optimizer.step()
+    assert (before - weight)[0].item() == pytest.approx(0.125, rel=1e-6)
+
+
+def test_what_was_fetched_is_forgotten_where_a_tensor_is_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    optimizer = made()
+    optimizer.hyperparameter("lr").fill_(0.25)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.75, dtype=torch.float64, requires_grad=True)
+    assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.75
+
+
+@pytest.mark.parametrize("waits", [False, True])
+@pytest.mark.parametrize("passed", [False, True])
+def test_an_interrupted_write_leaves_the_old_number_or_the_new(
+    passed: bool, waits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if waits:
+        monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    for point in itertools.count():
+        optimizer = made(lr=torch.tensor(0.5, dtype=torch.float64) if passed else 0.5)
+        group, (weight,) = optimizer.param_groups[0], optimizer.param_groups[0]["params"]
+        optimizer.step()
+        before = weight.detach().clone()
+        is_interrupted = Interruption(point).run(lambda group=group: group.update(lr=0.125))
+        optimizer.step()
+        rate = (before - weight)[0].item() / 0.5
+        assert rate in (0.5, 0.125), point
+        assert float(group["lr"]) == optimizer.hyperparameters()[0]["lr"] == rate, point
+        if not is_interrupted:
+            break
+    assert point > 20
+    assert rate == 0.125

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import simulated_graph
 import torch
 from torch import nn
 
@@ -120,3 +121,31 @@ def test_a_step_that_still_fits_is_not_made_anew(change: str) -> None:
     UNCHANGED[change](optimizer)
     optimizer.step()
     assert co.compile_report(optimizer).rebuilds == {}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_capture_names_the_last_change_and_no_earlier_one(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    simulated_graph.install(monkeypatch)
+    optimizer = made()
+    runner: Any = co.CUDAGraphRunner(*([optimizer.step, optimizer] if whole else [optimizer]), warmup=1)
+    run = runner if whole else runner.step
+    for _ in range(3):
+        run()
+    optimizer.param_groups[0]["nesterov"] = True
+    for _ in range(3):
+        run()
+    optimizer.param_groups[0]["lr_scale"] = {"first": 2.0, "frozen": 1.0}
+    for _ in range(3):
+        run()
+    _, first_cause, second = co.compile_report(optimizer).captures
+    assert "nesterov" in first_cause
+    assert second == "param_groups[0]['lr_scale'] was written"
+
+
+def test_entries_of_users_share_one_reason() -> None:
+    optimizer = made()
+    for i in range(3):
+        optimizer.param_groups[0][f"mine{i}"] = i
+        del optimizer.param_groups[0][f"mine{i}"]
+        optimizer.step()
+    assert co.compile_report(optimizer).rebuilds == {"param_groups[0] was written": 3}

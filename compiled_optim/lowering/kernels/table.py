@@ -126,7 +126,7 @@ class HyperPointers:
         if self.is_behind:
             self._are_private = False  # until `prepare` ends, also if an exception interrupts it
             self._in_groups = [t for g, h in self._hypers for t in g.read_only(h.name)]
-            self._is_exposed = any(g.is_exposed(h.name) for g, h in self._hypers)
+            self._is_exposed = any(g.numbers.exposed or g.numbers.passed for g, _ in self._hypers)
             self.is_behind = False
         return self._clipping.tensors(self._device) + self._in_groups
 
