@@ -116,19 +116,19 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 BUDGET = {
     "": 2664,
-    "capture": 1131,
+    "capture": 1135,
     "checkpoint": 1257,
     "cli": 1189,
-    "groups": 1497,
+    "groups": 1529,
     "interop": 2199,
-    "lowering": 5514,
+    "lowering": 5515,
     "memory": 1314,
     "optimizers": 2074,
     "plan": 967,
     "reports": 941,
     "rule": 3070,
     "simulated": 755,
-    "step": 1825,
+    "step": 1827,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
