@@ -34,7 +34,7 @@ class CompileReport:
         kernels: the keys of the kernels its step calls.
         compilations: the kernels that were compiled or loaded for it, in order, with their seconds. Kernels that the process
             already had are not listed.
-        rebuilds: why the host made the step anew, and how often: its tables, and kernels if there are new ones.
+        rebuilds: each reason why the host made the step anew, its tables and perhaps kernels, and how often.
         captures: the cause of each capture of a CUDA graph by ``co.CUDAGraphRunner`` or torch.compile; "" for a first one.
         replays: how often these graphs were replayed.
         table_refreshes: how often a kernel's table of addresses was written again. That compiles nothing.
@@ -53,7 +53,7 @@ class CompileReport:
     steps: int
     kernels: tuple[str, ...]
     compilations: tuple[Compilation, ...]
-    rebuilds: dict[str, int]
+    rebuilds: tuple[tuple[str, int], ...]
     captures: tuple[str, ...]
     replays: int
     table_refreshes: int
@@ -125,7 +125,7 @@ class CompileReport:
         return "\n".join(fill(line, subsequent_indent=" " * 6) for line, holds in lines.items() if holds)
 
     def _rebuilt(self) -> str:
-        reasons = [reason + f" ({count} times)" * (count > 1) for reason, count in self.rebuilds.items()]
+        reasons = [reason + f" ({count} times)" * (count > 1) for reason, count in self.rebuilds]
         return f"rebuilt on the host, which compiles nothing by itself: {first_three(reasons)}"
 
     def _lines(self, name: str) -> dict[str, bool]:
@@ -166,7 +166,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         engine.steps,
         tuple(dict.fromkeys(str(s) for s in log.keys.values())),
         tuple(log.compilations),
-        dict(log.rebuilds),
+        tuple(log.rebuilds.items()),
         tuple(log.captures),
         log.replays,
         log.table_refreshes,

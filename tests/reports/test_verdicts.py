@@ -29,7 +29,7 @@ def shown(*, fallbacks: dict[str, str] | None = None, is_idle: bool = False, **o
         steps=100,
         kernels=(ADAMW,),
         compilations=(Compilation(ADAMW, 1.34),),
-        rebuilds={},
+        rebuilds=(),
         captures=(),
         replays=0,
         table_refreshes=101,
@@ -127,7 +127,7 @@ def test_rebuilds() -> None:
         "'gate' moved": 1,
         "state": 1,
     }
-    text = " ".join(shown(rebuilds=reasons, moved_steps=0).split())
+    text = " ".join(shown(rebuilds=tuple(reasons.items()), moved_steps=0).split())
     said = "'gate' got its first gradient, param_groups[0]['maximize'] was written (2 times), 'gate' moved and 1 more"
     assert f"rebuilt on the host, which compiles nothing by itself: {said} compiled C++" in text
     assert "rebuilt" not in shown()
