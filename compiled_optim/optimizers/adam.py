@@ -1,7 +1,7 @@
 """Adam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, ema, hyper, maximum, product, sqrt, static
+from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, decayed, ema, hyper, maximum, sqrt, static
 
 
 class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
@@ -34,10 +34,7 @@ class Adam(CompiledOptimizer, advice="SparseAdam", decays="gradient"):
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq, max_exp_avg_sq, amsgrad, decoupled_weight_decay):
-        if decoupled_weight_decay:
-            param = c.decay * param
-        else:
-            grad = grad + product(c.weight_decay, param)
+        param, grad = decayed(param, grad, c, decoupled_weight_decay)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
         if amsgrad:

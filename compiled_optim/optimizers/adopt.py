@@ -1,7 +1,7 @@
 """ADOPT."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, buffer, hyper, maximum, minimum, power, product, sqrt, static, where
+from compiled_optim.rule import Number, buffer, decayed, hyper, maximum, minimum, power, sqrt, static, where
 
 
 class ADOPT(CompiledOptimizer, decays="gradient"):
@@ -28,10 +28,7 @@ class ADOPT(CompiledOptimizer, decays="gradient"):
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq, decoupled_weight_decay):
-        if decoupled_weight_decay:
-            param = c.decay * param
-        else:
-            grad = grad + product(c.weight_decay, param)
+        param, grad = decayed(param, grad, c, decoupled_weight_decay)
         divisor = maximum(sqrt(exp_avg_sq), c.eps)
         normed = minimum(maximum(grad / where(c.limit > 0, divisor, 1.0), -c.limit), c.limit)
         exp_avg = exp_avg + c.weight1 * (normed - exp_avg)

@@ -1,7 +1,7 @@
 """NAdam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Number, bias_correction, buffer, ema, hyper, power, product, scalar, sqrt, static
+from compiled_optim.rule import Number, bias_correction, buffer, decayed, ema, hyper, power, scalar, sqrt, static
 
 
 class NAdam(CompiledOptimizer, decays="gradient"):
@@ -38,10 +38,7 @@ class NAdam(CompiledOptimizer, decays="gradient"):
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq, decoupled_weight_decay):
-        if decoupled_weight_decay:
-            param = c.decay * param
-        else:
-            grad = grad + product(c.weight_decay, param)
+        param, grad = decayed(param, grad, c, decoupled_weight_decay)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
         step = (c.grad_size * grad + c.momentum_size * exp_avg) / (sqrt(exp_avg_sq) + c.eps)

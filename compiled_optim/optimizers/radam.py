@@ -1,7 +1,7 @@
 """RAdam."""
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, ema, hyper, product, sqrt, static, where
+from compiled_optim.rule import Accumulation, Number, bias_correction, buffer, decayed, ema, hyper, sqrt, static, where
 
 
 class RAdam(CompiledOptimizer, decays="gradient"):
@@ -37,10 +37,7 @@ class RAdam(CompiledOptimizer, decays="gradient"):
 
     @staticmethod
     def update(param, grad, c, exp_avg, exp_avg_sq, decoupled_weight_decay):
-        if decoupled_weight_decay:
-            param = c.decay * param
-        else:
-            grad = grad + product(c.weight_decay, param)
+        param, grad = decayed(param, grad, c, decoupled_weight_decay)
         exp_avg = c.beta1 * exp_avg + c.weight1 * grad
         exp_avg_sq = c.beta2 * exp_avg_sq + c.weight2 * grad * grad
         denominator = sqrt(where(c.adaptive > 0, exp_avg_sq, 1.0)) + c.eps

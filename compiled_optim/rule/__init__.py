@@ -2,7 +2,7 @@
 
 from compiled_optim.rule.fields import Number, buffer, fact, hyper, scalar, static
 from compiled_optim.rule.rule import ema, mean, total
-from compiled_optim.rule.transforms import Accumulation
+from compiled_optim.rule.transforms import Accumulation, decayed
 from compiled_optim.rule.vocabulary import (
     absolute,
     bias_correction,
@@ -27,6 +27,7 @@ __all__ = [
     "absolute",
     "bias_correction",
     "buffer",
+    "decayed",
     "ema",
     "exp",
     "fact",

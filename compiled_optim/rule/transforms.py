@@ -15,7 +15,7 @@ from torch import Tensor
 
 from compiled_optim.rule.fields import Hyper, Option, Scale, Static, check_patterns
 from compiled_optim.rule.rule import NUMEL, ByName, Rule, Values, mean
-from compiled_optim.rule.vocabulary import floor, maximum, sign, where
+from compiled_optim.rule.vocabulary import floor, maximum, product, sign, where
 
 PARAM = "param"  # the ``init`` of a buffer that begins as a copy of the parameter
 _STARTS = "first_step"  # the coefficient that is 1 in a parameter's first step, then 0
@@ -119,6 +119,14 @@ def cautious(rule: Rule) -> Rule:
 def _goes_down(returned: Values, values: Values) -> Any:
     """Return whether the step in ``returned`` goes against the gradient; the signs' product does not underflow."""
     return sign(returned["step"]) * sign(values["grad"]) > 0
+
+
+def decayed(param: Any, grad: Any, c: Any, decoupled: bool) -> tuple[Any, Any]:
+    """Return ``param`` and ``grad`` after weight decay: ``c.decay * param`` if ``decoupled``, else with it in the gradient.
+
+    The gradient then gets ``product(c.weight_decay, param)`` added.
+    """
+    return (c.decay * param, grad) if decoupled else (param, grad + product(c.weight_decay, param))
 
 
 _TORCHS = "decoupled_weight_decay"  # torch.optim's name of the choice, in optimizers that have it

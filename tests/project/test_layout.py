@@ -123,10 +123,10 @@ BUDGET = {
     "interop": 2199,
     "lowering": 5515,
     "memory": 1314,
-    "optimizers": 2074,
+    "optimizers": 2062,
     "plan": 967,
     "reports": 941,
-    "rule": 3070,
+    "rule": 3079,
     "simulated": 755,
     "step": 1827,
 }
