@@ -82,7 +82,7 @@ class GroupNumbers:
         self.followers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._versions: dict[int, int | None] = {}  # of passed and exposed tensors, after the last write from here
         self._fetched: dict[int, tuple[int | None, float]] = {}  # numbers that were read from the device, with versions
-        self._replaced: dict[int, float] = {}  # negative numbers for which the tensors hold 0
+        self._replaced: dict[int, float] = {}  # negative numbers for which the tensors hold -0.0
         self._copies: dict[int, Tensor] = {}  # copies of driven numbers that users read last
         self._memories: dict[int, Any] = {}  # numbers as C variables at their tensors' last known addresses
         for i, (value, now) in enumerate(zip(values, known, strict=True)):
@@ -107,16 +107,28 @@ class GroupNumbers:
             return None if known is None or known != version else self.written[i]
         return self.written[i]
 
+    def is_as_written(self, i: int) -> bool:
+        """Return whether a number still is the one in :attr:`written`, maybe after a wait if other code may have written."""
+        if (written := self.written[i]) is None or self.certain(i) is not None:
+            return written is not None
+        if self.tensors[i].is_meta or is_lost(self.tensors[i]):
+            return True
+        current = self.as_float(i)
+        return current == written or (math.isnan(current) and math.isnan(written))
+
+    def _meant(self, i: int, number: float) -> float:
+        """Return the negative number for which a tensor holds ``number``; itself if it was not put there for one."""
+        is_mark = number == 0 and i in self._replaced and math.copysign(1.0, number) < 0
+        return self._replaced[i] if is_mark else number
+
     def known(self, i: int) -> float | None:
         """Return the Python number that was written or fetched last; None if only the device knows the current one."""
         if (memory := self._memory(i)) is not None:
-            number: float = memory.value
-            written = self.written[i]
-            is_replaced = number == 0 and self._replaced.get(i) == self.certain(i) is not None
-            return written if is_replaced or number == written else number
+            number, written = self._meant(i, memory.value), self.written[i]
+            return written if number == written else number
         if self._is_on_host(self.tensors[i]):
             with suppress(RuntimeError, AssertionError):  # its memory was freed, or a mode makes all tensors fake
-                return self.tensors[i].item()
+                return self._meant(i, self.tensors[i].item())
         if (certain := self.certain(i)) is not None or i in self.driven:
             return certain
         version, fetched = self._fetched.get(i, (None, math.nan))
@@ -128,7 +140,7 @@ class GroupNumbers:
 
     def as_float(self, i: int) -> float:
         """Return a number, read from the device if the host does not know it."""
-        return self.tensors[i].item() if (known := self.known(i)) is None else float(known)
+        return self._meant(i, self.tensors[i].item()) if (known := self.known(i)) is None else float(known)
 
     def value(self, i: int) -> float | Tensor:
         """Return the current number, as a tensor if only the device knows it; NaN for a tensor without memory."""
@@ -152,7 +164,7 @@ class GroupNumbers:
             raise ValueError(f"{label} is a tensor whose storage was freed; it has no value")
         if is_fake(tensor):
             return tensor.detach().clone()
-        self._fetched[i] = self._version(i), tensor.item()
+        self._fetched[i] = self._version(i), self._meant(i, tensor.item())
         return self._fetched[i][1]
 
     def _version(self, i: int) -> int | None:
@@ -174,8 +186,8 @@ class GroupNumbers:
             send(self.changes)
         if begin or i in self.driven:
             self.written[i] = None
-            self._copies.pop(i, None)
-            self._fetched.pop(i, None)
+            for known in (self._copies, self._fetched, self._replaced):
+                known.pop(i, None)
         (self.driven.add if begin else self.driven.discard)(i)
         if begin:
             self.shown.discard(i)
@@ -281,11 +293,14 @@ class GroupNumbers:
         return len(same) > 1
 
     def replace_negative(self, i: int) -> bool:
-        """Let steps read 0 for a negative number, which users still read. Return whether one was written last."""
+        """Let steps read -0.0 for a negative number, which users still read. Return whether one was written last.
+
+        Its sign tells it from a 0 that other code writes.
+        """
         if (number := self.written[i]) is None or not -math.inf < number < 0:
             return False
         if number != self._replaced.get(i):
-            self.write(i, 0.0)
+            self.write(i, -0.0)
             self.written[i] = self._replaced[i] = number
         return True
 

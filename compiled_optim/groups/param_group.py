@@ -221,7 +221,8 @@ class ParamGroup(WatchedDict[str, Any]):
         """Return the error of a hyperparameter's first number out of range, or ""."""
         least, most = hyper.span
         for index, i in enumerate(self._indices[hyper.name]):
-            if (value := self.numbers.certain(i)) is not None and not least <= value <= most:
+            value = self.numbers.written[i]
+            if value is not None and not least <= value <= most and self.numbers.is_as_written(i):
                 try:
                     hyper.check(value, index, self.label, ROUNDING)
                 except ValueError as error:

@@ -46,7 +46,7 @@ class Number:
         handle: what ``hyperparameter`` returned, for the rest of its life.
         is_share: whether it is below 1, as betas are.
         was_negative: whether it was filled after a negative number was written.
-        was_given: whether it was in a tensor of the user's until a checkpoint was loaded.
+        was_given: whether it was in a tensor of the user's until a checkpoint was loaded or it was copied.
         seen: what was in ``handle`` last; the tensor counts writes, and ``version`` is what it counted until then.
     """
 
@@ -607,7 +607,7 @@ class Machine(RuleBasedStateMachine):
         element = self.groups[index].elements[key][i]
         number = element.number
         assert tensor.shape == ()
-        assert number.handle is None or number.handle is tensor or number.owner is not None
+        assert number.handle is None or number.handle is tensor or number.owner is not None or number.was_given
         number.handle = tensor
         value = tensor.item()
         assert number.seen is None or number.seen == value or element.is_driven or number.version != tensor._version
@@ -800,6 +800,7 @@ class Machine(RuleBasedStateMachine):
             number.handle = number.seen = None
             if number.owner is None:
                 number.is_written = not element.is_driven and not element.is_tensor
+                number.was_given |= element.is_tensor  # a copy takes a tensor that was assigned for one that was given
 
     @rule(data=st.data())
     def step(self, data: st.DataObject) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -158,6 +159,25 @@ def test_a_refused_number_that_other_code_mends_is_used(waits: bool, monkeypatch
             each.step()
     (ours,), (theirs,) = optimizer.param_groups[0]["params"], reference.param_groups[0]["params"]
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_refused_number_is_refused_where_other_code_writes_another(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The vector's version tells that something was written, and not what."""
+    if waits:
+        monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
+    optimizer = made(co.AdamW)
+    _, beta2 = optimizer.hyperparameter("betas")
+    optimizer.hyperparameter("lr")
+    for key, value in (("betas", (1.0, 0.5)), ("eps", math.nan), ("lr", math.inf)):
+        before = optimizer.param_groups[0][key]
+        optimizer.param_groups[0][key] = value
+        for number in (0.25, 0.75):
+            beta2.fill_(number)
+            with pytest.raises(ValueError, match="Invalid"):
+                optimizer.step()
+        optimizer.param_groups[0][key] = before
+        optimizer.step()
 
 
 def test_a_zero_that_other_code_fills_over_a_negative_rate_is_read() -> None:
