@@ -160,10 +160,10 @@ def _parts(optimizers: Sequence[CompiledOptimizer], saved: Checkpoint) -> tuple[
     owners: list[int] = []  # the optimizer of each group
     for index, engine in enumerate(map(engine_of, optimizers)):
         engine.current()
-        groups += engine.distinct_groups
-        owners += [index] * len(engine.distinct_groups)
-        aliases |= engine.aliases
-    kinds = [kind for each in optimizers for kind in engine_of(each).kinds]
+        groups += engine.groups.distinct
+        owners += [index] * len(engine.groups.distinct)
+        aliases |= engine.groups.aliases
+    kinds = [kind for each in optimizers for kind in engine_of(each).groups.kinds]
     params, _, unexpected = match(groups, aliases, saved, checkpoint.known_names(*kinds))
 
     def part(index: int) -> dict[str, Any]:

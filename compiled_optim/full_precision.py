@@ -131,7 +131,7 @@ def _split_weights(model: nn.Module, optimizer: Optimizers) -> Iterator[dict[int
     with locked(optimizers):
         for engine in map(engine_of, optimizers):
             engine.current()
-            for i, group in enumerate(groups := engine.distinct_groups):
+            for i, group in enumerate(groups := engine.groups.distinct):
                 forms = StateForm.of_group(group.kind._declaration, groups, i)
                 for param, j in parameters_of(group).items():
                     is_known |= id(param) in params

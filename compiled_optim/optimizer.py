@@ -48,13 +48,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def _of_engine(name: str, meaning: str) -> Any:
-    """Return a property that reads and writes the engine's attribute ``name``."""
-    return property(
-        lambda self: getattr(self._engine, name), lambda self, value: setattr(self._engine, name, value), None, meaning
-    )
-
-
 class CompiledOptimizer(Declared, Optimizer):
     """Base of all optimizers of the package; a subclass declares fields, ``coefficients`` and ``update``.
 
@@ -166,7 +159,7 @@ class CompiledOptimizer(Declared, Optimizer):
         self._begin(options["lowering"])
         self.max_grad_norm = options["max_grad_norm"]
         self.skip_nonfinite = options["skip_nonfinite"]
-        defaults, self._engine.tensor_defaults = _as_defaults(type(self), options)
+        defaults, self._engine.groups.tensor_defaults = _as_defaults(type(self), options)
         groups = as_groups(params)
         for hyper in (h for h in self._fields_of(Hyper) if h.when and h.name in defaults):
             if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
@@ -323,7 +316,7 @@ class CompiledOptimizer(Declared, Optimizer):
         if on:
             refuse_whole("optimizer accumulation", engine.assigned)
             engine.current()
-            accumulated.check(engine.distinct_groups, begins=True)
+            accumulated.check(engine.groups.distinct, begins=True)
             if not accumulated.was_on:
                 accumulated.was_on = True
                 engine.changes.outdate("optimizer accumulation was switched on")
@@ -383,8 +376,8 @@ class CompiledOptimizer(Declared, Optimizer):
         """
         engine = self._engine
         engine.current()
-        groups, schedules = engine.distinct_groups, engine.schedules.copy()
-        indices = [*range(len(groups))] if group is None else [engine.index_of(group)]
+        groups, schedules = engine.groups.distinct, engine.schedules.copy()
+        indices = [*range(len(groups))] if group is None else [engine.groups.index_of(group)]
         fields = {index: {h.name: h for h in groups[index].kind._fields_of(Hyper)} for index in indices}
         if unknown := functions.keys() - {name for hypers in fields.values() for name in hypers}:
             kind = type(self) if group is None else groups[indices[0]].kind
@@ -431,14 +424,29 @@ class CompiledOptimizer(Declared, Optimizer):
         Compiled code cannot read them: Dynamo supports only plain dicts as groups, and writes into every one that it reads.
         """
         refuse_tracing("param_groups", "read a hyperparameter with opt.hyperparameter(name, group), and set it outside")
-        return self._engine.groups
+        return self._engine.groups.listed
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._engine.groups = groups
+        self._engine.groups.listed = groups
 
-    defaults = _of_engine("defaults", "The constructor's values. A group takes them for entries that it does not set.")
-    _opt_called = _of_engine("is_called", "True if a step was taken. torch's schedulers read this.")
+    @property
+    def defaults(self) -> dict[str, Any]:
+        """The constructor's values. A group takes them for entries that it does not set."""
+        return self._engine.groups.defaults
+
+    @defaults.setter
+    def defaults(self, values: dict[str, Any]) -> None:
+        self._engine.groups.defaults = values
+
+    @property
+    def _opt_called(self) -> bool:
+        """True if a step was taken. torch's schedulers read this."""
+        return self._engine.is_called
+
+    @_opt_called.setter
+    def _opt_called(self, called: bool) -> None:
+        self._engine.is_called = called
 
     @property  # type: ignore[override]
     def state(self) -> OptimizerState:
@@ -466,7 +474,7 @@ class CompiledOptimizer(Declared, Optimizer):
     def hyperparameters(self) -> list[dict[str, Any]]:
         """Return the hyperparameters of each group as Python floats, for logs and JSON. Waits for the device."""
         self._engine.current()
-        return [group.floats() for group in self._engine.distinct_groups]
+        return [group.floats() for group in self._engine.groups.distinct]
 
     @outside_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -482,7 +490,7 @@ class CompiledOptimizer(Declared, Optimizer):
             step = engine.current()
             engine.accumulated.check_ended("saved")
             engine.changes.is_state_handed_out = True
-            saved = save(engine.distinct_groups, engine.state, engine.aliases)
+            saved = save(engine.groups.distinct, engine.state, engine.groups.aliases)
             result = step.saved(saved)
         for post_hook in self._optimizer_state_dict_post_hooks.values():
             replaced = post_hook(self, result)
@@ -540,8 +548,8 @@ class CompiledOptimizer(Declared, Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         engine = self._engine
         engine.accumulated.check_ended("copied")
-        unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.distinct_groups]
-        attributes = {name: getattr(engine, name) for name in ("lowering", "aliases", "is_watching")}
+        unshown = [group.unshown() if isinstance(group, ParamGroup) else {} for group in engine.groups.distinct]
+        attributes = {"lowering": engine.lowering, "aliases": engine.groups.aliases, "is_watching": engine.is_watching}
         attributes |= {name: engine.assigned[name] for name in CHOSEN}
         attributes["rules"] = {key: entries.rule for key, entries in engine.state.items() if isinstance(entries, ParamState)}
         return {**super().__getstate__(), **attributes, "schedules": engine.schedules.functions, "unshown": unshown}
@@ -551,10 +559,10 @@ class CompiledOptimizer(Declared, Optimizer):
         values: dict[str, Any] = {"lowering": "auto", "aliases": {}, "schedules": {}, "unshown": (), "rules": {}}
         values |= {"max_grad_norm": None, "skip_nonfinite": False, "is_watching": False, "defaults": {}}
         if before is not None:
-            names = ("lowering", "aliases", "is_watching", "defaults")
-            values |= {name: getattr(before, name) for name in names} | before.assigned
+            values |= {name: getattr(before, name) for name in ("lowering", "is_watching")} | before.assigned
+            values |= {name: getattr(before.groups, name) for name in ("aliases", "defaults")}
             values["schedules"] = before.schedules.functions
-            state = {"param_groups": before.groups, "state": before.state, **state}  # which may be a part of it
+            state = {"param_groups": before.groups.listed, "state": before.state, **state}  # which may be a part of it
         values |= {name: state.pop(name) for name in [*values] if name in state}
         groups, entries = state.pop("param_groups"), state.pop("state")
         self._begin(values["lowering"])
@@ -562,11 +570,11 @@ class CompiledOptimizer(Declared, Optimizer):
         self.param_groups, self.state, self.defaults = groups, entries, values["defaults"]
         super().__setstate__(state)
         self.defaults = group_entries(type(self), self.defaults)  # torch adds a key
-        self._engine.aliases, self._engine.schedules.functions = dict(values["aliases"]), dict(values["schedules"])
+        self._engine.groups.aliases, self._engine.schedules.functions = dict(values["aliases"]), dict(values["schedules"])
         self._engine.is_watching = values["is_watching"]
         for param, rule in values["rules"].items():
             self._engine.state[param].rule = rule
-        self._engine.adopt(checked=True, unshown=values["unshown"])
+        self._engine.groups.adopt(checked=True, unshown=values["unshown"])
 
 
 def _assigned(name: str, meaning: str) -> Any:
@@ -640,7 +648,7 @@ class ViewedOptimizer(CompiledOptimizer):
     def _show(self, *, train: bool) -> None:
         engine = self._engine
         with engine.lock:
-            step, groups = engine.current(), engine.distinct_groups
+            step, groups = engine.current(), engine.groups.distinct
             assert isinstance(step, RuleStep)
             if any(map(is_capturing, step.devices)):
                 raise RuntimeError(
@@ -683,13 +691,13 @@ def prepare_load(
         replaced = pre_hook(optimizer, saved)
         saved = saved if replaced is None else replaced
     engine = optimizer._engine
-    step, groups = engine.current(), engine.distinct_groups
-    prepare = functools.partial(checkpoint.prepare_load, engine.kinds, groups, engine.state, engine.aliases)
+    step, groups = engine.current(), engine.groups.distinct
+    prepare = functools.partial(checkpoint.prepare_load, engine.groups.kinds, groups, engine.state, engine.groups.aliases)
     load = step.prepare_load(saved, functools.partial(prepare, strict=strict, hyperparameters=hyperparameters))
 
     def note_load() -> None:
         for watch in step_with_rule(engine, "be watched").watches.values() if engine.is_watching else ():
             watch.note_load()
 
-    load.afterwards += [engine.accumulated.forget, engine.note_names, note_load]
+    load.afterwards += [engine.accumulated.forget, engine.groups.note_names, note_load]
     return load

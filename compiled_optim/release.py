@@ -139,7 +139,7 @@ def _params_of(model: nn.Module, optimizer: CompiledOptimizer) -> dict[str, Tens
     kind = type(optimizer).__name__
     if not hasattr(optimizer, "_rule"):
         raise ValueError(f"{kind} computes a step from all gradients at once, which gradient release never has")
-    if sums := [each.__name__ for each in engine_of(optimizer).kinds if each._rule.has_totals()]:
+    if sums := [each.__name__ for each in engine_of(optimizer).groups.kinds if each._rule.has_totals()]:
         raise ValueError(f"gradient release does not go with {sums[0]}, which sums over all parameters")
     for index, group in enumerate(optimizer.param_groups):
         if group.get("differentiable"):
@@ -331,4 +331,4 @@ def _current_stream(device: torch.device) -> torch.Stream | None:
 
 
 def _name(param: Tensor, engine: Engine) -> str:
-    return next((name for name, each in named_parameters(engine.groups) if each is param), "a parameter")
+    return next((name for name, each in named_parameters(engine.groups.listed) if each is param), "a parameter")

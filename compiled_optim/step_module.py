@@ -41,7 +41,7 @@ class StepModule(nn.Module):
         self._inlined: InlinedStep | None = None
         self._inlined = self.present()
         self.params = engine.params
-        self.names = [name for name, _ in named_parameters(engine.distinct_groups)]
+        self.names = [name for name, _ in named_parameters(engine.groups.distinct)]
         live = self._live(self._inlined)
         self._rows = [[name for name, _ in row] for row in live]
         for name, tensor in itertools.chain(*live):
@@ -112,7 +112,7 @@ class StepModule(nn.Module):
     def _described(self, inlined: InlinedStep) -> dict[str, str]:
         engine = self._engine
         buffers = {name: form(tensor) for name, tensor in itertools.chain(*self._live(inlined))}
-        params = {f"parameter {name}": form(param) for name, param in named_parameters(engine.distinct_groups)}
+        params = {f"parameter {name}": form(param) for name, param in named_parameters(engine.groups.distinct)}
         order = {"order": ", ".join(params)}
         return {"optimizer": engine.kind.__name__, **params, **inlined.choices(), **buffers, **order}
 

@@ -131,7 +131,7 @@ class Run:
 
     def _common_device(self) -> torch.device:
         devices: dict[torch.device, str] = {
-            param.device: name for engine in self._engines for name, param in named_parameters(engine.groups)
+            param.device: name for engine in self._engines for name, param in named_parameters(engine.groups.listed)
         }
         if len(devices) != 1:
             examples = ", ".join(f"'{name}' on {device}" for device, name in devices.items())

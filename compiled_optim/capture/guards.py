@@ -33,7 +33,7 @@ def guards_of(engine: Engine) -> dict[str, str]:
         guards[f"schedule of param_groups[{i}][{name!r}]"] = (
             f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
         )
-    for i, group in enumerate(engine.groups):
+    for i, group in enumerate(engine.groups.listed):
         kind = getattr(group, "kind", engine.kind)  # a user may have put a plain dict there
         declared, added = kind._declaration, kind._added_choices()
         label = f"param_groups[{i}]"
@@ -131,7 +131,7 @@ class Guards:
 
     def __init__(self, engines: Sequence[Engine], modules: Iterable[nn.Module]) -> None:
         self._engines = engines
-        self._updated = {param: name for engine in engines for name, param in named_parameters(engine.groups)}
+        self._updated = {param: name for engine in engines for name, param in named_parameters(engine.groups.listed)}
         self._modules = {module: name for root in modules for name, module in root.named_modules()}
         # Not by the module's own methods, which search three dicts for every name.
         dicts = [(name, entries) for m, name in self._modules.items() for entries in (m._parameters, m._buffers, m._modules)]
@@ -195,7 +195,7 @@ class Guards:
         return list(chain.from_iterable(map(dict.values, self._full)))
 
     def _replaced(self) -> str:
-        present = {param for engine in self._engines for _, param in named_parameters(engine.groups)}
+        present = {param for engine in self._engines for _, param in named_parameters(engine.groups.listed)}
         for prefix, entries, before in self._dicts:
             for key in {**before, **entries}:
                 old, new = before.get(key, _ABSENT), entries.get(key, _ABSENT)

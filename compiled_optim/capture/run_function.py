@@ -283,7 +283,7 @@ def followed(engine: Engine, scaler: tuple[Any, ...] | None = None) -> tuple[obj
     """
     if engine.step is None:
         return None
-    engine.check_numbers()
+    engine.groups.check_numbers()
     graph = graph_of(engine.step)
     max_grad_norm, *_, skip_nonfinite = engine.clip_args
     return graph.follow((max_grad_norm, *(scaler or engine.clipping.arguments[1:3]), skip_nonfinite))
@@ -296,7 +296,7 @@ def _hypers_of(engine: Engine, *, exposed: bool = False) -> dict[str, tuple[int,
     """
     return {
         f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (id(tensor), tensor._version)
-        for i, group in enumerate(engine.groups)
+        for i, group in enumerate(engine.groups.listed)
         for hyper in group.kind._fields_of(Hyper)
         if (i, hyper.name) not in engine.schedules.functions and (group.is_exposed(hyper.name) or not exposed)
         for tensors in (group.read_only(hyper.name),)

@@ -175,7 +175,7 @@ def optimi_state_dict(optimizer: CompiledOptimizer) -> dict[str, Any]:
     """
     saved = optimizer.state_dict()
     kind = type(optimizer)
-    return to_optimi(_in_storage(kind, engine_of(optimizer).distinct_groups, saved), kind)
+    return to_optimi(_in_storage(kind, engine_of(optimizer).groups.distinct, saved), kind)
 
 
 @torch.no_grad()

@@ -199,10 +199,10 @@ class LBFGSStep(Step):
     name = "eager"
 
     def __init__(self, engine: Engine, grad_of: Callable[[Tensor], Tensor | None]) -> None:
-        if len(engine.distinct_groups) > 1:
+        if len(engine.groups.distinct) > 1:
             raise ValueError("LBFGS doesn't support per-parameter options (parameter groups)")
-        super().__init__(engine.kind, engine.groups, engine.changes)
-        (self._group,), self._state = engine.distinct_groups, engine.state
+        super().__init__(engine.kind, engine.groups.listed, engine.changes)
+        (self._group,), self._state = engine.groups.distinct, engine.state
         devices = sorted({str(p.device) for p in self.params})
         if len(devices) > 1:
             raise ValueError(f"LBFGS needs parameters on one device, got {', '.join(devices)}")

@@ -167,9 +167,9 @@ def explain(model: Model, optimizer: CompiledOptimizer | Sequence[CompiledOptimi
 
 
 def _groups(engine: Engine, optimizer: int) -> Iterator[_Group]:
-    groups = engine.distinct_groups
+    groups = engine.groups.distinct
     for index, group in enumerate(groups):
-        kind, defaults = inherited(group, engine.kind, engine.defaults, f"param_groups[{index}]")
+        kind, defaults = inherited(group, engine.kind, engine.groups.defaults, f"param_groups[{index}]")
         defaults = {**kind._added_choices(), **defaults}
         numbers = group.floats(wait=False) if isinstance(group, ParamGroup) else {}
         entries = {**defaults, **dict(dict.items(group)), **numbers}  # a group's own items would wait for the device
@@ -193,7 +193,7 @@ def _number(value: Any) -> Any:
 
 def _grouped(group: _Group) -> Iterator[_Grouped]:
     entries, kind, scales = group.entries, group.kind, group.kind._fields_of(Scale)
-    by_short_name = ignores_prefixes(scales, group.engine.groups)
+    by_short_name = ignores_prefixes(scales, group.engine.groups.listed)
     for index, (name, param) in enumerate(zip(parameter_names(entries, group.group_index), entries["params"], strict=True)):
         choices, factors = {}, []
         if not is_lazy(param):

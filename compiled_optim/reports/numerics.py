@@ -78,7 +78,7 @@ def check_numerics(optimizer: CompiledOptimizer) -> NumericsReport:
     engine = checked_engine(optimizer, "check_numerics")
     with engine.lock:
         step = step_with_rule(engine, "check its numerics")
-        engine.check_numbers()
+        engine.groups.check_numbers()
         send(engine.changes)
         return _report(engine.kind.__name__, [lowering.plan for lowering in step.lowerings])
 

@@ -7,10 +7,7 @@ import hashlib
 import itertools
 import os
 import threading
-import warnings
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from operator import itemgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
 
@@ -18,23 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from compiled_optim.groups.changes import Changes, WatchedList
+from compiled_optim.groups.changes import Changes
+from compiled_optim.groups.group_list import GroupList
 from compiled_optim.groups.numbers import send
-from compiled_optim.groups.param_group import ParamGroup, built_in_entries, check_values, group_keys, inherited
 from compiled_optim.groups.parameters import (
-    check_params,
-    first_repeat,
     named_parameters,
-    names_and_tensors,
-    parameter_name,
-    parameter_names,
-    without_aliases,
 )
-from compiled_optim.groups.per_parameter import ByName, check_kept, check_names, ignores_prefixes, kept, warn_of_unused
 from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError
-from compiled_optim.memory.layout import scalars_device
 from compiled_optim.memory.torch_internals import (
     Captures,
     beside_graphs,
@@ -52,8 +41,7 @@ from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Hyper, Option, Scale, built_in, warn_of_entry
-from compiled_optim.rule.rule import RULE, TRAIN_MODE
+from compiled_optim.rule.fields import built_in
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
 
@@ -95,6 +83,7 @@ class Engine:
         name: the name by which operators find the engine, in another process too; empty before the first step is built.
         is_open: whether more groups come before the first step is built.
         changes: where groups and state report writes.
+        groups: the optimizer's parameter groups.
     """
 
     def __init__(self, make: MakeStep) -> None:
@@ -105,12 +94,11 @@ class Engine:
         self.name = ""
         self.is_open = False
         self.changes = Changes()
-        self._state_names: set[str] = set()  # entries of a parameter's state that any rule so far reads
 
     def begin(self, kind: type[Declared], lowering: str) -> None:
         """Start empty, for an optimizer of this ``kind`` that is being constructed or copied."""
         self.kind, self.lowering = kind, lowering
-        self.kinds = [kind]  # and other classes whose rules groups follow
+        self.groups = GroupList(kind, self.changes)
         self.step: Step | None = None  # the last one that was built
         self.launcher: Launcher | None = None  # called instead of Step.launch
         self.release: Callable[[Gradients], None] | None = None  # ends steps that update in backward
@@ -121,15 +109,8 @@ class Engine:
         self.steps = 0  # how many steps were taken, replayed ones included
         self._in_graphs = ""  # the identity of the last step that a CUDA graph of compiled code held
         self.inlined: InlinedStep | None = None  # the step that compiled code may hold instead of an operator
-        self.defaults: dict[str, Any] = {}  # for entries that a group lacks
-        self.tensor_defaults: dict[str, tuple[Any, Any]] = {}  # name -> (number, tensors passed for it), for groups to read
         self._assign({"max_grad_norm": None, "skip_nonfinite": False})
         self.is_called = False  # whether a step was taken; torch's schedulers read this
-        self.groups = []
-        self.aliases: dict[str, str] = {}  # further names of tied parameters -> their first names
-        self._checked_scales: list[Any] = []  # `lr_scale` dicts whose names are parameters'
-        self._unused: set[str] = set()  # checked options without use and patterns of `exclude`
-        self._named: list[list[tuple[Tensor, str]]] = []  # by group, when the step was last built
         self.schedules = Schedules()
         self.accumulated = AccumulatedSteps()
         self.clipping = Clipping(torch.device("cpu"))
@@ -139,31 +120,15 @@ class Engine:
         self._read_by_graphs: list[object] = []  # memory of steps in graphs that users captured: never freed
         self.replace_state({})
 
-    @property
-    def groups(self) -> list[Any]:
-        """The optimizer's ``param_groups``. A user may put plain dicts there, which :meth:`adopt` replaces."""
-        return self._groups
-
-    @groups.setter
-    def groups(self, groups: Iterable[Any]) -> None:
-        with self.changes.reported("param_groups was replaced"):
-            self._groups = WatchedList(self.changes, groups)
-
-    @property
-    def distinct_groups(self) -> list[ParamGroup]:
-        """The ``groups``, after :meth:`adopt`; one that is listed twice appears once."""
-        return list({id(group): group for group in self.groups}.values())
-
     def replace_state(self, values: Mapping[Any, Any]) -> None:
         """Replace the state by ``values``, a mapping of mappings: by the object itself if it was the state before."""
         with self.changes.reported("the state was replaced"):
             self.changes.is_state_handed_out = bool(values)
-            self._state_names.update(*[kind._state_names() for kind in self.kinds])
             self.accumulated.forget()
             if isinstance(values, OptimizerState) and values.belongs_to(self.changes):
                 self.state = values
                 return
-            self.state = OptimizerState(changes=self.changes, names=self._state_names)
+            self.state = OptimizerState(changes=self.changes, names=self.groups.state_names)
             self.state.update(values)
 
     @property
@@ -199,183 +164,26 @@ class Engine:
 
     def add_group(self, param_group: Mapping[str, Any]) -> None:
         """Add a parameter group; an error, and no change, if it does not fit."""
-        with self.lock:
-            known, aliases = {*self.state}, dict(self.aliases)
-            self._append(param_group)
+        with self.lock, self.groups.adding(param_group):
             if self.is_open:
                 return
+            known = {*self.state}
             try:
                 self.renew()
             except (TypeError, ValueError):
-                self.groups.pop()
                 for param in [p for p in self.state if p not in known]:
                     self.state.drop_quietly(param)
-                self.aliases = aliases
                 raise
-
-    def _append(self, param_group: Mapping[str, Any]) -> None:
-        """Append a group, with defaults for missing entries; an error, and no change, if something does not fit."""
-        index = len(self.groups)
-        label = f"param_groups[{index}]"
-        kind, defaults = inherited(param_group, self.kind, self.defaults, label)
-        if kind is self.kind:
-            defaults |= {k: tensor for k, (number, tensor) in self.tensor_defaults.items() if self.defaults.get(k) == number}
-        values = {**defaults, **built_in_entries(kind, param_group)}
-        names, params = names_and_tensors(param_group["params"], f"{label}['params']")
-        firsts, values["params"], aliases = without_aliases(names, params)
-        if firsts:
-            values["param_names"] = firsts
-        elsewhere = {id(param): name for name, param in named_parameters(self.groups)}
-        check_params(kind, values, index, elsewhere, (*self.groups, values)[0])
-        check_values(kind, values, defaults, index)
-        for key in param_group:
-            warn_of_entry(key, ("params", *group_keys(kind)), label)
-        self._warn_of_unread(kind, param_group.keys(), index)
-        if (repeat := first_repeat(zip(map(id, params), names or itertools.repeat(None), strict=False))) is not None:
-            name = parameter_name({"param_names": names}, index, repeat)
-            warnings.warn(
-                f"optimizer contains a parameter group with duplicate parameters: '{name}' is listed before; it is updated "
-                "once per step",
-                stacklevel=2,
-            )
-        taken = [*self.aliases, *(name for group in self.groups for name in group.get("param_names", ()))]
-        every = [*firsts, *aliases]
-        if (repeat := first_repeat(every, taken)) is not None:
-            warnings.warn(
-                f"two parameters are named '{every[repeat]}', and checkpoints can tell them apart by their order alone; "
-                "give the names of each model a prefix, such as 'encoder.'",
-                stacklevel=2,
-            )
-        self.changes.outdate(f"{label} was added")
-        self.groups.append(self._group(kind, values, index))
-        every_name = {name for group in self.groups for name in group.get("param_names", ())}
-        self.aliases = {alias: name for alias, name in (self.aliases | aliases).items() if alias not in every_name}
-
-    def _group(self, kind: type[Declared], values: Mapping[str, Any], index: int) -> ParamGroup:
-        reference = weakref.ref(self)  # the group may outlive the engine
-        self._state_names.update(kind._state_names())
-
-        def check(group: Mapping[str, Any], before: Mapping[str, Any]) -> None:
-            check_values(kind, group, before, index)
-            if (engine := reference()) is not None:
-                engine._warn_of_unread(kind, group.keys() - before.keys(), index)
-            is_assigned = any(group.get(scale.name) is not before.get(scale.name) for scale in kind._fields_of(Scale))
-            if is_assigned and engine is not None:
-                engine._check_scales([group, *(other for other in engine.groups if other is not before)])
-
-        device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
-        return ParamGroup(values, kind, device, f"param_groups[{index}]", check, self.changes)
-
-    def _warn_of_unread(self, kind: type[Declared], entries: Set[str], index: int) -> None:
-        """Warn of ``entries`` of a group that other rules read and ``kind`` does not: OneCycleLR writes ``momentum``."""
-        others = {hyper.name for each in self.kinds for hyper in each._fields_of(Hyper)}
-        for key in sorted(entries & others - {*group_keys(kind)}):
-            message = f"nothing reads {key} of param_groups[{index}]: {kind.__name__}, its {RULE}, has no such number"
-            warnings.warn(message, UserWarning, stacklevel=2)
-
-    def adopt(self, *, checked: bool, unshown: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Replace plain dicts in ``groups`` by parameter groups, and move all to the devices of their parameters.
-
-        A dict takes missing entries from the defaults. ``checked`` means that the dicts are copies of checked groups, whose
-        :meth:`~ParamGroup.unshown` hyperparameters are ``unshown``.
-        """
-        adopted: dict[int, ParamGroup] = {}  # by id of the dict: a dict that is listed twice is one group
-        for index, group in enumerate(self.groups):
-            if id(group) in adopted:
-                self.groups[index] = adopted[id(group)]
-            elif not isinstance(group, ParamGroup):
-                kind, defaults = inherited(group, self.kind, self.defaults, f"param_groups[{index}]")
-                values = {**defaults, **group}
-                if not checked:
-                    check_values(kind, values, defaults, index)
-                self.groups[index] = adopted[id(group)] = self._group(kind, values, index)
-        groups = self.distinct_groups
-        self.kinds = list(dict.fromkeys([self.kind, *[group.kind for group in groups]]))
-        for group, numbers in zip(groups, unshown, strict=False):
-            group.take_over(numbers)
-        elsewhere: dict[int, str] = {}
-        for index, group in enumerate(groups):
-            self._follow_names(group, index)
-            check_params(group.kind, group, index, elsewhere, self.groups[0])
-            elsewhere |= zip(map(id, group["params"]), parameter_names(group, index), strict=True)
-            if group["params"]:
-                group.to(scalars_device(group["params"]))
-        self._checked_scales = self._check_scales(self.groups)
-        options = dict.fromkeys(option for kind in self.kinds for option in kind._declaration.options)
-        self._unused = warn_of_unused([*options], self.groups, self._unused)
-        self.note_names()
-        self._drop_unstepped()
-
-    def _check_scales(self, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Return the scales that ``groups`` choose; ``ValueError`` if a new dict does not fit their parameters' names."""
-        scales = list(dict.fromkeys(scale for kind in self.kinds for scale in kind._fields_of(Scale)))
-        names = [name for group in groups for name in group.get("param_names", ())]
-        by_short_name = ignores_prefixes(scales, groups)
-        chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
-        distinct = {id(value): (scale, value) for scale, value in chosen}
-        for scale, value in distinct.values():
-            if isinstance(value, ByName) and not any(value is known for known in self._checked_scales):
-                check_names(scale, value, names, self.aliases, by_short_name=by_short_name)
-        return [value for _, value in distinct.values()]
-
-    def note_names(self) -> None:
-        """Record the parameters and their names, for :meth:`_follow_names`. Weak references would stop torch's swaps."""
-        pairs = [(group["params"], group.get("param_names", ())) for group in self.groups]
-        self._named = [list(zip(*pair, strict=False)) for pair in pairs]
-
-    def _follow_names(self, group: ParamGroup, index: int) -> None:
-        """Let parameters keep their names where only ``params`` was edited; a new one takes the name at its index.
-
-        It does if it has the shape of the old one, or if the group has as many parameters as before.
-        """
-        params, names = group["params"], group.get("param_names")
-        noted = self._named[index] if index < len(self._named) else []
-        is_edited = [id(param) for param, _ in noted] != list(map(id, params))
-        if names is None or (len(names) == len(params) and not (is_edited and list(names) == [name for _, name in noted])):
-            return
-        known = {id(param): name for named in self._named for param, name in named}
-        taken = {known[id(param)] for param in params if id(param) in known}
-        new_names = []
-        for j, param in enumerate(params):
-            fits = len(params) == len(names) or (j < len(noted) and noted[j][0].shape == param.shape)
-            is_free = fits and j < len(names) and names[j] not in taken
-            new_names.append(known.get(id(param), names[j] if is_free else parameter_name({}, index, j)))
-        if {*new_names} - {*names, *known.values()}:
-            others = {known.get(id(param)) for each in self.groups for param in each["params"]}
-            gone = {*names} - {*new_names} - others
-            if any(before in gone and now not in names for before, now in zip(names, new_names, strict=False)):
-                check_kept(group.kind._fields_of((Option, Scale)), group, gone, new_names)
-        if new_names != list(names):
-            group.set_quietly("param_names", new_names)
 
     def _drop_unstepped(self) -> None:
         """Drop the state of parameters that left the groups before their first step, as torch has none for them.
 
         State with another step count or other numbers stays, even if a user wrote them.
         """
-        present = {param for group in self.groups for param in group["params"]}
+        present = {param for group in self.groups.listed for param in group["params"]}
         gone = [p for p, entries in self.state.items() if isinstance(entries, ParamState) and p not in present]
         for param in [p for p in gone if self.state[p].is_initial()]:
             del self.state[param]
-
-    def index_of(self, group: int) -> int:
-        """Return the index >= 0 of ``group``, which may be negative; ``IndexError`` if no group has it."""
-        count = len(self.distinct_groups)
-        if group not in range(-count, count):
-            raise IndexError(f"there is no param_groups[{group}]; the last is param_groups[{count - 1}]")
-        return range(count)[group]
-
-    def check_numbers(self) -> None:
-        """Raise ``ValueError`` if a number that was written to a group is out of range; warn once of a negative rate."""
-        if self.changes.is_refused:
-            for group in self.distinct_groups:
-                for message, is_replaced in sorted(group.problems(), key=itemgetter(1)):
-                    if not is_replaced:
-                        raise ValueError(message)
-                    self.changes.warn_of_rate(message)
-                if not group.get(TRAIN_MODE, True):
-                    raise RuntimeError(f"the parameters of {group.label} are in evaluation mode; call train() first")
-            self.changes.is_refused = False
 
     def current(self) -> Step:
         """Return the step, rebuilt if groups or state changed."""
@@ -398,14 +206,15 @@ class Engine:
         def grad_of(param: Tensor) -> Tensor | None:
             return by_id[id(param)] if id(param) in by_id else gradient(param)
 
-        self.adopt(checked=self.step is None)
+        self.groups.adopt(checked=self.step is None)
+        self._drop_unstepped()
         send(self.changes)
-        self.takes_sparse = any(kind._gradients == "sparse" for kind in self.kinds)
-        self.accumulated.keep(p for group in self.groups for p in group["params"])
+        self.takes_sparse = any(kind._gradients == "sparse" for kind in self.groups.kinds)
+        self.accumulated.keep(p for group in self.groups.listed for p in group["params"])
         step = self._make(self, grad_of)
         step.is_in_user_graph = self.step is not None and self.step.is_in_user_graph  # until it is reported, below
         self.step = step
-        present = {name for name, _ in named_parameters(self.groups)}
+        present = {name for name, _ in named_parameters(self.groups.listed)}
         self.log.keys = {pair: key for pair, key in self.log.keys.items() if pair[0] in present}
         self._take_name()
         step.leave_graphs()
@@ -421,7 +230,7 @@ class Engine:
         Every process that makes this optimizer computes the same name, so that caches of compiled code serve all of them.
         The last part numbers live engines that are equal in all else.
         """
-        params = named_parameters(self.groups)
+        params = named_parameters(self.groups.listed)
         facts = [(name, None if is_lazy(param) else tuple(param.shape), str(param.dtype)) for name, param in params]
         first = f"{facts[0][0]} {facts[0][1]}" if facts else "nothing"
         digest = hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
@@ -453,7 +262,7 @@ class Engine:
     def preallocate_for_graphs(self) -> bool:
         """Update the step, and allocate its memory if a compiler's CUDA graph can hold it. Return whether one can."""
         with self.lock:
-            self.check_numbers()
+            self.groups.check_numbers()
             step = self.current()
             fits = self._fits_graphs(step)
             if fits and not any(map(is_capturing, step.devices)):  # during one, nothing can be allocated
@@ -513,9 +322,9 @@ class Engine:
     def hand_out(self, name: str, group: int) -> None:
         """Note that a user gets the live tensors of a hyperparameter; ``KeyError`` or ``IndexError`` if there is none."""
         live = self.current().live
-        if name not in live[self.index_of(group)]:
-            raise KeyError(no_hyperparameter(self.distinct_groups[group].kind, name))
-        self.distinct_groups[group].tensors(name)
+        if name not in live[self.groups.index_of(group)]:
+            raise KeyError(no_hyperparameter(self.groups.distinct[group].kind, name))
+        self.groups.distinct[group].tensors(name)
 
     def follow_clipping(self) -> None:
         """Pass assigned clipping to inlined steps and CUDA graphs of compiled code, or mark their step as stale."""
@@ -612,7 +421,7 @@ class Engine:
 
     def mark_stepped(self) -> None:
         """Record for torch's schedulers that a step was taken; an error if a number is out of range."""
-        self.check_numbers()
+        self.groups.check_numbers()
         self.is_called = True
 
     def finish(self, step: Step, *, counts: bool = True) -> None:

@@ -41,11 +41,11 @@ class RuleStep(Step):
     """
 
     def __init__(self, engine: Engine, grad_of: Callable[[Tensor], Tensor | None]) -> None:
-        groups = engine.distinct_groups
+        groups = engine.groups.distinct
         engine.schedules.follow(groups)
-        super().__init__(engine.kind, engine.groups, engine.changes)
+        super().__init__(engine.kind, engine.groups.listed, engine.changes)
         engine.accumulated.check(groups)
-        rules = {kind: engine.accumulated.rule(kind) for kind in engine.kinds}
+        rules = {kind: engine.accumulated.rule(kind) for kind in engine.groups.kinds}
         with engine.state.kept_after_errors():
             plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
         self.devices = tuple(dict.fromkeys(plan.device for plan in plans))

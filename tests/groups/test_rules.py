@@ -302,7 +302,7 @@ def test_copies_go_on_alike(pair: str, copied: Callable[[Any], Any]) -> None:
     give(one, two, 1)
     one.step()
     twin = copied(one)
-    assert [g.kind for g in engine_of(twin).distinct_groups] == [g.kind for g in engine_of(one).distinct_groups]
+    assert [g.kind for g in engine_of(twin).groups.distinct] == [g.kind for g in engine_of(one).groups.distinct]
     give(one, [twin], 2)
     one.step()
     twin.step()
@@ -657,7 +657,7 @@ MATRICES = [f"blocks.{i}.{name}.weight" for i in range(2) for name in ("qkv", "p
 
 
 def names(optimizer: CompiledOptimizer, kind: type[CompiledOptimizer]) -> list[str]:
-    groups = engine_of(optimizer).distinct_groups
+    groups = engine_of(optimizer).groups.distinct
     return sorted(name for g in groups if (g.kind is kind) for name in g["param_names"])
 
 
@@ -701,7 +701,7 @@ class TestMuonAdamW:
             lr=0.02,
             adamw="tok*",
         )
-        found = [(g.kind.__name__, g["lr"], g["weight_decay"]) for g in engine_of(two).distinct_groups]
+        found = [(g.kind.__name__, g["lr"], g["weight_decay"]) for g in engine_of(two).groups.distinct]
         assert found == [("MuonAdamW", 0.02, 0.3), ("AdamW", 0.02, 0.3), ("AdamW", 0.5, 0), ("SGD", 1e-3, 0.0)]
 
     def test_equals_muon_and_adamw(self) -> None:
@@ -794,7 +794,7 @@ class TestMuonAdamW:
             one.add_param_group({"params": [("late", late)]})
         one.add_param_group({"params": [("late", late)], "rule": co.MuonAdamW})
         one.add_param_group({"params": [("later", nn.Parameter(torch.ones(4)))], "rule": co.AdamW})
-        assert [g.kind for g in engine_of(one).distinct_groups][2:] == [co.MuonAdamW, co.AdamW]
+        assert [g.kind for g in engine_of(one).groups.distinct][2:] == [co.MuonAdamW, co.AdamW]
         assert one.param_groups[2]["adjust_lr_fn"] == "match_rms_adamw"
 
     def test_refuses_what_would_be_wrong_without_a_word(self) -> None:

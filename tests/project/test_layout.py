@@ -128,7 +128,7 @@ BUDGET = {
     "reports": 941,
     "rule": 3079,
     "simulated": 755,
-    "step": 1827,
+    "step": 1650,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 

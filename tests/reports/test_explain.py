@@ -648,7 +648,7 @@ def everything(optimizer: co.CompiledOptimizer) -> dict[str, Any]:
     engine = engine_of(optimizer)
     state = {id(p): dict(entries) for p, entries in engine.state.items()}
     facts = {"step": engine.step, "stale": engine.changes.stale, "shown": engine.changes.is_state_handed_out}
-    return {**facts, "state": state, "groups": [dict(dict.items(group)) for group in engine.groups]}
+    return {**facts, "state": state, "groups": [dict(dict.items(group)) for group in engine.groups.listed]}
 
 
 @pytest.mark.parametrize("pending", [False, True])

@@ -109,7 +109,7 @@ def test_a_schedule_of_one_half() -> None:
     train(net, optimizer)
     scheduler.step()
     assert [optimizer.hyperparameter("lr", i).item() for i in range(2)] == [0.005, 0.005]
-    assert {group.kind.__name__ for group in engine_of(optimizer).distinct_groups} == {"MuonAdamW", "AdamW"}
+    assert {group.kind.__name__ for group in engine_of(optimizer).groups.distinct} == {"MuonAdamW", "AdamW"}
 
 
 def test_experts_that_never_get_a_gradient() -> None:
