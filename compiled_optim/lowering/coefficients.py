@@ -252,22 +252,6 @@ class TableCoefficients:
         """Write the addresses of hyperparameters that were assigned."""
         self.hypers.prepare(capturing)
 
-    def resumes(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> bool:
-        """Do :meth:`Plan.read` and :meth:`prepare`, and follow the gradients, if only their addresses changed.
-
-        Return True if so.
-        """
-        if self.plan.looks_closely:
-            return False
-        current = self.plan.addresses
-        current.read(grads, others=state, keep_alive=keep_alive)
-        if current.moved or current.unlike:
-            return False
-        if not self.hypers.is_settled:
-            self.hypers.prepare(capturing=False)
-        self.table.gradients.follow(current, capturing=False)
-        return True
-
     def evaluate(self, grads: Sequence[Any] = ()) -> None:
         """Count a step of every parameter whose gradient is in the table, and write coefficients and outcome."""
         with self.on_device:

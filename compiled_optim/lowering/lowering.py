@@ -27,8 +27,7 @@ class Lowering:
         name: the name in reports.
         square_sum_count: the number of partial sums that :meth:`measure` writes; known after :meth:`compile`.
         tables: the tensors whose gradients kernels measure; known after :meth:`compile`.
-        reads_addresses: True if kernels read gradients only at the addresses in the coefficients' table. Then steps that
-            differ in these alone may do :meth:`TableCoefficients.resumes` instead of :meth:`prepare`.
+        reads_addresses: True if kernels read gradients only at the addresses in the coefficients' table.
     """
 
     name: str

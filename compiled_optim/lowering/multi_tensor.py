@@ -62,11 +62,13 @@ class MultiTensorLowering(Lowering):
         if self._stages:
             super().launch()
         else:
-            self._load_stand_ins()
+            if self._stand_ins:
+                self._load_stand_ins()
             self.coefficients.step(self.tables)
             if self.plan.outputs.choice.sums:
                 self._total()
-            self._store_stand_ins()
+            if self._stand_ins:
+                self._store_stand_ins()
 
     def _reduce(self, stage: int) -> None:
         self._load_stand_ins()

@@ -117,11 +117,16 @@ class StackLowering(Lowering):
         self.reads_addresses = bool(self.tables) and not self._copies
 
     def prepare(self, grads: list[Tensor | None] | None, captures: Captures = ()) -> None:
-        super().prepare(grads, captures)
         self._reads_copies = False
         if self._of_table is None:
+            super().prepare(grads, captures)
             return
         capturing, gradients = self.plan.device in captures, self._of_table.table.gradients
+        self.coefficients.prepare(capturing)
+        if self.reads_addresses and not self.plan.addresses.unlike:
+            gradients.follow(self.plan.addresses, capturing)
+            return
+        self._grads = self.plan.gradients(grads)
         if not self.tables:
             gradients.mark(self._grads, capturing)
         elif not self.plan.addresses.unlike:

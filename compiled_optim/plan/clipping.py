@@ -63,6 +63,8 @@ class Clipping:
                 accelerator is not read, since that would wait for the device.
         """
         before, old = self._taken
+        if values is before:
+            return
         if all(map(is_, values, before)):
             self._taken = _Taken(values, old)
             return

@@ -94,9 +94,8 @@ class Plan:
         # Whether the parameters have no memory: those of a subclass that wraps other tensors, and meta tensors.
         self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
         self._held_grads: list[Tensor | None] | None = None  # gradients of a step, see _readable
-        self._overrides_grad = any(type(p).grad is not Tensor.grad for p in self.params)
-        # Whether each step checks more than addresses.
-        self.looks_closely = self.wrapped or self.sharded or self._overrides_grad or self.rule.gradients == "sparse"
+        overrides_grad = any(type(p).grad is not Tensor.grad for p in self.params)
+        self._copies_grads = not self.wrapped and (self.sharded or overrides_grad)  # since kernels cannot read them
         expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # before the first gradient
         grads = map(grad_of, self.params)
         self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
@@ -153,12 +152,13 @@ class Plan:
             GradientLayoutError: a gradient is sparse and the rule takes dense ones, or vice versa.
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
-        self.addresses.read(self._readable(grads), others=state, keep_alive=keep_alive)
-        if self.addresses.moved:
+        current = self.addresses
+        current.read(self._readable(grads) if self._copies_grads else grads, others=state, keep_alive=keep_alive)
+        if current.moved:
             return self._moved()
         if self.sharded and (moved := [m for m in self.members if layout.local(m.owner) is not m.param]):
             return f"'{moved[0].name}' has another local shard"
-        if not (self.addresses.unlike or self.wrapped or self.rule.gradients == "sparse"):
+        if not (current.unlike or self.wrapped or self.rule.gradients == "sparse"):
             return ""
         return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
 
@@ -187,7 +187,7 @@ class Plan:
 
     def _readable(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
         """Return ``grads``, with copies of those that kernels cannot read. The copies are kept until :meth:`finish`."""
-        if self.wrapped or not (self.sharded or self._overrides_grad):
+        if not self._copies_grads:
             return grads
         self._held_grads = self.gradients(grads)
         return self._held_grads

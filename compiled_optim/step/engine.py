@@ -367,14 +367,12 @@ class Engine:
             if captures and not all(map(inductor_captures, captures)):
                 self.run(grads)  # another capture, not the compiler's
                 return
-            if captures or not (step.is_settled and step.is_preallocated and self._resumes(step, grads)):
-                ordered = grads
-                if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
-                    step, ordered = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
-                if captures and step.refusal:
-                    raise RuntimeError(step.refusal)
-                self._begin_step(captures)
-                step = self._prepared(ordered, captures)[0]
+            if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
+                step, grads = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
+            if captures and step.refusal:
+                raise RuntimeError(step.refusal)
+            self._begin_step(captures)
+            step = self._prepared(grads, captures)[0]
             step.launch()
             self.finish(step)
 
@@ -394,20 +392,10 @@ class Engine:
         Raises as the optimizer's ``step``.
         """
         step = self.current() if self.step is None else self.step
-        captures = captures_of(step.devices)
-        if captures:
+        if captures := captures_of(step.devices):
             self._check_capture(step, grads)
-        elif self._resumes(step, grads):
-            return step
         self._begin_step(captures)
         return self._prepared(grads, captures)[0]
-
-    def _resumes(self, step: Step, grads: Gradients) -> bool:
-        """Prepare ``step`` if all is as in its last call, outside of captures. Return whether it is prepared."""
-        if not step.is_settled:
-            return False
-        self._begin_step(captures=())
-        return step.resumes(grads, self.clip_args)
 
     def _begin_step(self, captures: Captures) -> None:
         if fakes_are_made() and not all(map(is_fake, self.params)):
@@ -421,7 +409,8 @@ class Engine:
 
     def mark_stepped(self) -> None:
         """Record for torch's schedulers that a step was taken; an error if a number is out of range."""
-        self.groups.check_numbers()
+        if self.changes.is_refused:
+            self.groups.check_numbers()
         self.is_called = True
 
     def finish(self, step: Step, *, counts: bool = True) -> None:

@@ -91,7 +91,6 @@ class RuleStep(Step):
         for param in self.params:
             if can_capture(param.device) and not isinstance(param, torch.nn.Parameter):  # torch assumes that those stay
                 let_stay(param)
-        self._settled_for: tuple[Any, ...] = ()  # the arguments of clipping when the step was last prepared
         before = [*engine.step.watches.values()] if isinstance(engine.step, RuleStep) else []
         watched = [x for x in self.lowerings if engine.is_watching and not x.plan.is_meta]
         self.watches: dict[Plan, Watch] = {x.plan: Watch(x, self._clipping, before) for x in watched}
@@ -147,12 +146,13 @@ class RuleStep(Step):
         return ""
 
     def stale_for(self, grads: Gradients) -> str:
-        if reason := self.stale() or self.woken(grads):
+        if reason := self.stale() or (self._stateless and self.woken(grads)):
             return reason
         state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
-        by_plan = zip(self.lowerings, self._by_plan(grads), strict=True)
-        read = [lowering.plan.read(taken, state=state, keep_alive=runs_user_code) for lowering, taken in by_plan]
-        return next(filter(None, read), "")
+        for lowering, taken in zip(self.lowerings, self._by_plan(grads), strict=True):
+            if reason := lowering.plan.read(taken, state=state, keep_alive=runs_user_code):
+                return reason
+        return ""
 
     def has_moved_state(self) -> bool:
         """Return whether state has other memory than when the step was built."""
@@ -170,17 +170,6 @@ class RuleStep(Step):
     def _name(self, i: int) -> str:
         names = (f"'{name}'" for name, param in named_parameters(self._distinct) if param is self.params[i])
         return next(names, "a parameter")  # a list may have been written unreported
-
-    def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
-        is_known = self._clipping.arguments is clip_args is self._settled_for
-        if not is_known or self.stale() or (self._stateless and self.woken(grads)):
-            return False
-        state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
-        for lowering, taken in zip(self.lowerings, self._by_plan(grads), strict=True):
-            table = lowering.coefficients if lowering.reads_addresses else None
-            if not isinstance(table, TableCoefficients) or not table.resumes(taken, state=state, keep_alive=runs_user_code):
-                return False
-        return True
 
     def _by_plan(self, grads: Gradients) -> Sequence[Gradients]:
         if grads is None:
@@ -234,20 +223,21 @@ class RuleStep(Step):
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and assigned numbers."""
-        self.is_settled, by_plan = False, self._by_plan(grads)  # until the end, even after an interrupt
-        self._compile(by_plan)
+        by_plan = self._by_plan(grads)
+        if self._uncompiled or (self._square_sums is None and self._clipping.measures_norm):
+            self._compile(by_plan)
         for lowering, plan_grads in zip(self.lowerings, by_plan, strict=True):
             lowering.prepare(plan_grads, captures)
-            if isinstance(looks := self._looks.get(lowering.plan), Looks):
+            if self._looks and isinstance(looks := self._looks.get(lowering.plan), Looks):
                 looks.see_gradients(lowering.plan.gradients(plan_grads))
-        is_followed = not any(isinstance(looks, Looks) for looks in self._looks.values())
-        self._settled_for, self.is_settled = self._clipping.arguments, is_followed
 
     def _compile(self, by_plan: Sequence[Gradients]) -> None:
         """Build missing kernels and tables of the lowerings and of the norm; ``by_plan`` are the plans' gradients."""
-        for lowering, plan_grads in zip(self.lowerings, by_plan, strict=True):
-            if lowering in self._uncompiled:
-                self.changes.outdate("the first step was interrupted")  # to the end
+        if self._uncompiled:
+            self.changes.outdate("the first step was interrupted")  # to the end
+            for lowering, plan_grads in zip(self.lowerings, by_plan, strict=True):
+                if lowering not in self._uncompiled:
+                    continue
                 try:
                     lowering.compile()
                 except CompilerError as error:
@@ -256,9 +246,9 @@ class RuleStep(Step):
                     raise
                 lowering.plan.reread(plan_grads)
                 self._uncompiled.discard(lowering)
-        self._looks = {plan: watch.looks for plan, watch in self.watches.items()}
-        self.changes.stale = ""
-        if self._clipping.measures_norm and self._square_sums is None:
+            self._looks = {plan: watch.looks for plan, watch in self.watches.items()}
+            self.changes.stale = ""
+        if self._square_sums is None and self._clipping.measures_norm:
             self._square_sums = SquareSums(self.lowerings)
             self.leave_graphs()
 
@@ -313,7 +303,6 @@ class RuleStep(Step):
     def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
         if self._uncompiled or self.stale() or self.has_moved_state():
             return None
-        self.is_settled = False  # the next step may have other assignments
         self._clipping.take(clip_args)
         if self._clipping.measures_norm != (self._square_sums is not None):
             return None

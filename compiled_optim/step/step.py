@@ -54,6 +54,8 @@ class Step:
         self.numbers = [g.numbers.inputs for g in distinct]  # of compiled code
         self.is_recorded = False  # whether a runner captures steps now, which does not take them
         self.is_in_user_graph = False  # whether a graph that a user captured, without a runner, reads its memory
+        groups = [group for group in distinct if isinstance(group, ParamGroup)]
+        self._structural = [(g, name) for g in groups for name in g.kind._declaration.structural_hypers]
         self._made_of = self._facts()
 
     @classmethod
@@ -77,21 +79,18 @@ class Step:
             return self.changes.stale
         if (facts := self._facts()) == self._made_of:
             return ""
-        new = next((fact for fact in facts if fact not in self._made_of), None)
-        return "a group was removed" if new is None else self._said(new)
+        (sizes, nonzero), (old_sizes, old_nonzero) = facts, self._made_of
+        if sizes != old_sizes:
+            index = next((i for i, size in enumerate(sizes) if size not in old_sizes), None)
+            return "a group was removed" if index is None else f"param_groups[{index}] was replaced, or has other parameters"
+        pairs = zip(nonzero, old_nonzero, strict=True)
+        group, name = next(about for about, (new, old) in zip(self._structural, pairs, strict=True) if new != old)
+        return f"{name} of {group.label} became 0, or is no longer 0"
 
-    def _facts(self) -> list[tuple[Any, ...]]:
-        """Return what can change without a report: identity and length of groups, and which hyperparameters are 0."""
-        lengths = [(id(group), len(dict.get(group, "params", ()))) for group in self._groups]
-        groups = [group for group in self._groups if isinstance(group, ParamGroup)]
-        return [*lengths, *[(id(g), key, g.nonzero(key)) for g in groups for key in g.kind._declaration.structural_hypers]]
-
-    def _said(self, fact: tuple[Any, ...]) -> str:
-        """Return in words what changed where this one of the :meth:`_facts` is new."""
-        if len(fact) == 2:
-            return f"param_groups[{[*map(id, self._groups)].index(fact[0])}] was replaced, or has other parameters"
-        group = next(group for group in self._groups if id(group) == fact[0])
-        return f"{fact[1]} of {group.label} became 0, or is no longer 0"
+    def _facts(self) -> tuple[list[tuple[int, int]], list[bool]]:
+        """Return what can change without a report: identity and length of groups, and which hyperparameters are not 0."""
+        sizes = [(id(group), len(dict.get(group, "params", ()))) for group in self._groups]
+        return sizes, [group.nonzero(name) for group, name in self._structural] if self._structural else []
 
     def stale_for(self, grads: Gradients) -> str:
         """Read all parameters and ``grads``. Return why the step must be rebuilt before it takes them; empty if it need not.
@@ -123,15 +122,6 @@ class Step:
     def inlined(self) -> InlinedStep | str:
         """Return the step as operations for a graph that is being traced, or why it is an operator there."""
         return "its steps are not made of a rule"
-
-    is_settled = False  # whether :meth:`resumes` may return True
-
-    def resumes(self, grads: Gradients, clip_args: tuple[Any, ...]) -> bool:
-        """Do as :meth:`prepare`, at less cost, if only addresses of gradients changed. Return whether it did.
-
-        If not, nothing is done for good, and the caller prepares the step. No graph is being captured.
-        """
-        return False
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Take ``grads`` and assigned numbers. Nothing is updated yet. Graphs of ``captures`` are being captured.

@@ -102,7 +102,6 @@ def test_a_watched_step_does_as_much_for_many_parameters_as_for_one(
         found.append({name: times for name, times in more.items() if name not in ("as_strided", "detach")})
     if lowering == "multi_tensor":
         assert found == [{"look": 1, "note": 1}] * 2
-        assert engine_of(optimizer).step.is_settled
     else:
         assert found[0] == found[1]
         assert found[0]["_foreach_copy_"] == 3

@@ -15,6 +15,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import compiled_optim as co
 from compiled_optim.capture.graph import GRAPHS
+from compiled_optim.lowering.kernels.table import HyperPointers
 from compiled_optim.memory import torch_internals
 from compiled_optim.optimizer import engine_of
 from compiled_optim.step.rule_step import RuleStep
@@ -28,12 +29,12 @@ def _params(count: int = 3) -> list[nn.Parameter]:
 
 
 def _made(**options: Any) -> tuple[co.CompiledOptimizer, co.CompiledOptimizer]:
-    """An optimizer whose next step resumes, and an equal one whose steps never do; equal after equal assignments."""
+    """Two equal optimizers after two steps. The second one's step is rebuilt before each step."""
     both = []
-    for resumes in (True, False):
+    for rebuilds in (False, True):
         made = co.SGD(_params(), lr=0.1, momentum=0.9, lowering="multi_tensor", **options)
-        if not resumes:
-            engine_of(made)._resumes = lambda step, grads: False  # type: ignore[method-assign]
+        if rebuilds:
+            made.register_step_pre_hook(lambda optimizer, *_: engine_of(optimizer).changes.outdate("it always is"))
         made.step()
         made.step()
         both.append(made)
@@ -44,10 +45,10 @@ def _values(optimizer: co.CompiledOptimizer) -> list[Tensor]:
     return [p.detach().clone() for group in optimizer.param_groups for p in group["params"]]
 
 
-def test_a_step_that_finds_all_as_it_was_prepares_nothing() -> None:
+def test_a_step_that_finds_all_as_it_was_reads_no_numbers_and_compiles_nothing() -> None:
     optimizer, _ = _made()
-    prepare = mock.Mock(side_effect=AssertionError("it prepares again"))
-    with mock.patch.object(RuleStep, "prepare", prepare), mock.patch.object(RuleStep, "stale_for", prepare):
+    again = mock.Mock(side_effect=AssertionError("it prepares again"))
+    with mock.patch.object(RuleStep, "_compile", again), mock.patch.object(HyperPointers, "refresh", again):
         for _ in range(2):
             for param in engine_of(optimizer).params:
                 param.grad = torch.ones_like(param)  # which lie elsewhere
@@ -164,16 +165,16 @@ def test_a_number_whose_storage_was_freed_is_refused_in_every_step() -> None:
 
 
 def test_a_preparation_that_was_interrupted_is_made_again() -> None:
-    optimizer, _ = _made()
-    optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
-    engine, step = engine_of(optimizer), engine_of(optimizer).step
-    assert step is not None
-    with mock.patch.object(RuleStep, "_compile", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        step.prepare(None)
-    with mock.patch.object(RuleStep, "prepare", autospec=True, side_effect=RuleStep.prepare) as prepare:
-        optimizer.step()
-    assert prepare.call_count == 1
-    assert engine.step is step
+    ours, other = _made()
+    step = engine_of(ours).step
+    for optimizer in (ours, other):
+        optimizer.param_groups[0]["lr"] = torch.tensor(0.5)
+    with mock.patch.object(HyperPointers, "refresh", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        ours.step()
+    ours.step()
+    other.step()
+    assert engine_of(ours).step is step
+    assert all(map(torch.equal, _values(ours), _values(other)))
 
 
 def test_a_write_past_a_group_is_noticed_when_the_key_is_read_and_by_no_step() -> None:

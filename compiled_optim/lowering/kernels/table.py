@@ -45,7 +45,7 @@ class HyperPointers:
         self._log = log
         self._device = plan.device
         self.is_behind = True
-        self._are_private = False  # True if no one else has a reference to a tensor, and none is copied
+        self._settled_for: object = None  # the arguments of clipping for which no other code can change a number unseen
         self._tensors = self._read()  # referenced, so that no other tensor gets their addresses
         self._check(self._tensors)
         self.pointers = upload([0] * len(self._tensors), self._device)
@@ -57,17 +57,14 @@ class HyperPointers:
         for group in plan.groups:
             group.numbers.followers.add(self)
 
-    @property
-    def is_settled(self) -> bool:
-        """True if :meth:`prepare` has nothing to do unless clipping was assigned: groups report every other change."""
-        return not self.is_behind and self._are_private
-
     def prepare(self, capturing: bool) -> None:
         """Write the addresses of hyperparameters that were assigned, and copy those that are not float64.
 
         Raises:
             RuntimeError: an address would be written by the graph that is being captured, and again by every replay.
         """
+        if self._settled_for is self._clipping.arguments and not self.is_behind:
+            return
         self.refresh(capturing)
         on_device = [(copy, t) for copy, t in self._copies if t.device.type == self._device.type]
         for copy, tensor in on_device:
@@ -75,7 +72,7 @@ class HyperPointers:
         if capturing:
             self._captured += on_device
         passed = [value for value in self._clipping.arguments if isinstance(value, Tensor)]
-        self._are_private = not (passed or self._copies or self._is_exposed)
+        self._settled_for = None if passed or self._copies or self._is_exposed else self._clipping.arguments
 
     def follow(self) -> None:
         """Update the table at once after a group replaced a tensor: a captured graph may run before another step."""
@@ -88,6 +85,7 @@ class HyperPointers:
         def records() -> bool:
             return is_capturing(self._device) if capturing is None else capturing
 
+        self._settled_for = None  # until `prepare` ends, also if an exception interrupts it
         tensors = self._read()
         if not self._clipping.idle and any(map(torch_internals.is_fake, tensors[: len(NAMES)])):
             self._check(tensors)
@@ -124,7 +122,6 @@ class HyperPointers:
 
     def _read(self) -> list[Tensor]:
         if self.is_behind:
-            self._are_private = False  # until `prepare` ends, also if an exception interrupts it
             self._in_groups = [t for g, h in self._hypers for t in g.read_only(h.name)]
             self._is_exposed = any(g.numbers.exposed or g.numbers.passed for g, _ in self._hypers)
             self.is_behind = False
