@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
-from compiled_optim.capture.guards import differences, guards_of
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.torch_internals import abandon_capture, any_stream_captures, in_range, own_workspaces
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.plan.compilations import spend
-from compiled_optim.step.step import Step
+from compiled_optim.step.step import STEP, Step
 
 T = TypeVar("T")
 
@@ -110,6 +110,20 @@ def graph_of(step: Step | None) -> Step:
     return step
 
 
+def difference(before: Mapping[str, object], now: Mapping[str, object], rebuilt: str) -> str:
+    """Return in words what differs between two keys of a step, which was ``rebuilt`` last for this reason; empty if nothing.
+
+    See :meth:`Step.key`.
+    """
+    changes = ((name, before.get(name), now.get(name)) for name in {**before, **now})
+    for name, old, new in changes:
+        if old != new:
+            if name == STEP:
+                return rebuilt or "the step was rebuilt"
+            return f"{name} {old} -> {new}" if isinstance(old, str) and isinstance(new, str) else f"{name} changed"
+    return ""
+
+
 class Run:
     """One graph, and the counts of its warm-ups and captures; the arguments are those of ``CUDAGraphRunner``."""
 
@@ -123,8 +137,7 @@ class Run:
         self._stream = stream
         self._device = self._common_device()
         self._graph = self._new_graph(self._device)
-        self._guards: list[dict[str, str]] = []  # of each optimizer when the graph was captured; empty before
-        self._rebuilds: list[int] = []  # how often steps had been rebuilt then
+        self._is_captured = False
         self._cause = ""  # of the next capture
         self._pending = warmup  # calls that run as usual before it
         self._recaptures = self._recaptures_left = recaptures
@@ -177,26 +190,17 @@ class Run:
         spend(f"CUDAGraphRunner would capture its graph again: {cause}")
         self._follow_device()
         self._recaptures_left -= 1
-        self._cause, self._pending, self._guards = cause, 1, []
+        self._cause, self._pending, self._is_captured = cause, 1, False
         stale.release()
 
     def _note_capture(self) -> None:
-        self._guards = list(map(guards_of, self._engines))
-        self._rebuilds = [engine.log.rebuilds.total() for engine in self._engines]
+        self._is_captured = True
         for engine in self._engines:
             engine.log.captures.append(self._cause)
 
-    def _explain(self) -> str:
-        """Return why the graph is stale."""
-        changes = map(differences, self._guards, map(guards_of, self._engines))
-        stale = (engine.step.stale() for engine in self._engines if engine.step is not None)
-        counts = zip(self._engines, self._rebuilds, strict=True)
-        rebuilt = (engine.log.rebuilt for engine, count in counts if engine.log.rebuilds.total() > count)
-        return next(filter(None, (*changes, *stale, *rebuilt)), "tables were made anew")
-
     def release(self) -> None:
         """Free the graph. Then the run can only end a current step."""
-        self._guards = []
+        self._is_captured = False
         if self._graph is not None:
             self._graph.release()
 
@@ -206,7 +210,7 @@ class StepRun(Run):
 
     alone = True
 
-    _key: tuple[object, ...] = ()  # of the graph, or of the last launch where there is none
+    _key: Mapping[str, object] = MappingProxyType({})  # of the graph, or of the last launch where there is none
 
     def step(self, closure: Callable[[], Any] | None, scaler: dict[str, Any]) -> Any:
         """Take one step, with its launches replayed; ``scaler`` has attributes that a gradient scaler set."""
@@ -223,7 +227,7 @@ class StepRun(Run):
 
     def _launch(self, step: Step, closure: Callable[[], Any] | None) -> Any:
         """Do as ``step.launch``, after ``prepare``, with the graph."""
-        is_captured = bool(self._guards)
+        is_captured = self._is_captured
         if not is_captured and (self._graph is not None or self._has_moved()):
             self._follow_device()
         if self._graph is None:
@@ -231,7 +235,7 @@ class StepRun(Run):
         part = graph_of(step)
         key = part.key()
         if is_captured and key != self._key:
-            self._drop(self._explain())
+            self._drop(difference(self._key, key, self._engines[0].log.rebuilt))
         if self._graph is None or self._pending or key != self._key:
             step.launch()  # this also loads kernels, which a capture cannot
             self._pending = max(self._pending - 1, 0)

@@ -15,45 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from compiled_optim.groups.parameters import first_three, named_parameters, parameter_name
+from compiled_optim.groups.parameters import first_three, named_parameters
 from compiled_optim.memory.addresses import Addresses
 from compiled_optim.memory.layout import TORCH_TYPES, local
 from compiled_optim.step.engine import Engine
-
-
-def guards_of(engine: Engine) -> dict[str, str]:
-    """Return, by name, every fact about an optimizer whose change makes a graph of its step stale."""
-    bound, devices = engine.assigned["max_grad_norm"], () if engine.step is None else engine.step.devices
-    if isinstance(bound, Tensor) and (bound.dtype != torch.float64 or bound.device not in devices):
-        clips = tensor_text(bound)  # the graph holds a copy from it
-    else:
-        clips = "off" if bound is None else "on"
-    guards = {"max_grad_norm": clips, "skip_nonfinite": str(engine.assigned["skip_nonfinite"])}
-    for (i, name), (_, function) in engine.schedules.functions.items():
-        guards[f"schedule of param_groups[{i}][{name!r}]"] = (
-            f"{getattr(function, '__name__', 'object')} at {id(function):#x}"
-        )
-    for i, group in enumerate(engine.groups.listed):
-        kind = getattr(group, "kind", engine.kind)  # a user may have put a plain dict there
-        declared, added = kind._declaration, kind._added_choices()
-        label = f"param_groups[{i}]"
-        guards[label] = f"{len(group['params'])} parameters"
-        for name in ("maximize", "differentiable", *(s.name for s in declared.statics)):
-            guards[f"{label}[{name!r}]"] = str(group.get(name, added.get(name)))
-        for name in declared.structural_hypers:
-            zero = hasattr(group, "nonzero") and not group.nonzero(name)
-            guards[f"{label}[{name!r}]"] = "0" if zero else "another number than 0"
-        for j, param in enumerate(group["params"]):
-            name = parameter_name(group, i, j)
-            guards[f"parameter '{name}'"] = tensor_text(param)
-            state: Mapping[str, Any] = engine.state.get(param) or {}
-            for entry in (b.name for b in declared.buffers if b.name in state):
-                guards[f"state {entry!r} of '{name}'"] = tensor_text(state[entry])
-            if param.grad is not None:
-                guards[f"gradient dtype of '{name}'"] = str(param.grad.dtype)
-                if param.grad.is_sparse:
-                    guards[f"gradient of '{name}'"] = gradient_text(param.grad)
-    return guards
 
 
 def tensor_text(tensor: Tensor) -> str:
@@ -69,20 +34,6 @@ def gradient_text(grad: Tensor | None) -> str:
     if grad.is_sparse:
         return f"with {grad._nnz()} {'' if grad.is_coalesced() else 'un'}coalesced entries"
     return f"at {local(grad).data_ptr():#x}"
-
-
-def differences(old: Mapping[str, str], new: Mapping[str, str]) -> str:
-    """Return the first three changes from ``old`` to ``new``, with old and new value; empty if nothing changed.
-
-    State that moved is named only if nothing else changed, since the other change may have moved it. A gradient that came or
-    went is no difference, since a table follows it.
-    """
-    quiet = ("gradient", "state")
-    changes = [f"{label} {old[label]} -> {value}" for label, value in new.items() if label in old and old[label] != value]
-    changes += [f"{label} is new" for label in new if label not in old and not label.startswith(quiet)]
-    changes += [f"{label} is gone" for label in old if label not in new and not label.startswith(quiet)]
-    changes = [change for change in changes if not change.startswith("state")] or changes
-    return first_three(changes)
 
 
 def modules_of(function: Callable[..., Any], visited: set[int] | None = None) -> Iterator[nn.Module]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from compiled_optim.capture.graph import CudaGraph, Run, graph_of
+from compiled_optim.capture.graph import CudaGraph, Run, difference, graph_of
 from compiled_optim.capture.guards import Guards, LiveAutograd, gradient_text, watching_zero_grad
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.fields import Hyper
@@ -63,7 +63,7 @@ class FunctionRun(Run):
         else:
             leaves, cause = self._inputs.checked(args, kwargs)
             if self._recorded is not None:
-                cause = cause or self._recorded.change() or ("" if self._recorded.follow() else self._explain())
+                cause = cause or self._recorded.change() or self._recorded.follow()
                 if cause:
                     self._drop(cause)
                     self._recorded = None
@@ -108,8 +108,8 @@ class FunctionRun(Run):
         """
         self._common_device()
         stepped = zip(self._engines, self._launches, strict=True)
-        is_known = all(followed(engine) is not None for engine, launches in stepped if launches)  # else the capture raises
-        if not is_known or self._warmed is None or self._warmed.change():
+        is_stale = any(follow(engine) for engine, launches in stepped if launches)  # others raise in the capture
+        if is_stale or self._warmed is None or self._warmed.change():
             return False
         return self._autograd.allow_capture(self._warmed.params)
 
@@ -189,7 +189,8 @@ class RecordedStep:
         self._guards.mark({p for p, version in versions if p._version != version})
         self._steps = [engine.runs - before for engine, before in zip(self._engines, self._runs, strict=True)]
         self._scalers = [engine.clipping.arguments[1:3] for engine in self._engines]
-        self._keys = self._followed()
+        self._stale = next(filter(None, map(follow, self._engines, self._scalers)), "")
+        self._keys = [engine.step.key(whole=True) for engine in self._engines if engine.step is not None]
 
     def check(self) -> None:
         """Refuse a function whose Python made a change that a replay would not repeat.
@@ -205,8 +206,10 @@ class RecordedStep:
                     f"the function writes {' or '.join(written)}, which every replay would repeat; call schedulers and set "
                     "hyperparameters outside of it"
                 )
-        if None in self._keys:
-            raise RuntimeError("the function changes groups or state of its optimizers; do that outside of it")
+        if self._stale:
+            raise RuntimeError(
+                f"the function changes groups or state of its optimizers; do that outside of it: {self._stale}"
+            )
         if change := self._guards.change():
             raise RuntimeError(f"the function changes in Python what a replay cannot change again: {change}")
         for param, name in self._guards.params.items():
@@ -249,9 +252,15 @@ class RecordedStep:
                     read.copy_(grad)
         return ""
 
-    def follow(self) -> bool:
-        """Pass values assigned since the last call to the graph; return False if they need another graph."""
-        return self._followed() == self._keys
+    def follow(self) -> str:
+        """Pass values assigned since the last call to the graph. Return why it cannot follow them; empty if it can."""
+        for engine, scaler, key in zip(self._engines, self._scalers, self._keys, strict=True):
+            if reason := follow(engine, scaler):
+                return reason
+            assert engine.step is not None
+            if reason := difference(key, engine.step.key(whole=True), engine.log.rebuilt):
+                return reason
+        return ""
 
     def replayed(self) -> None:
         """Assign gradients and count steps, as the function's Python would have done."""
@@ -266,9 +275,6 @@ class RecordedStep:
             engine.steps += steps
             engine.log.replays += 1
 
-    def _followed(self) -> list[tuple[object, ...] | None]:
-        return list(map(followed, self._engines, self._scalers))
-
 
 def _fits(grad: Tensor, read: Tensor) -> bool:
     if grad.shape != read.shape or grad.layout != read.layout:
@@ -276,13 +282,13 @@ def _fits(grad: Tensor, read: Tensor) -> bool:
     return not grad.is_sparse or (grad._nnz() == read._nnz() and grad.is_coalesced() == read.is_coalesced())
 
 
-def followed(engine: Engine, scaler: tuple[Any, ...] | None = None) -> tuple[object, ...] | None:
-    """Pass assigned values to a graph of the engine's step, and return the graph's key.
+def follow(engine: Engine, scaler: tuple[Any, ...] | None = None) -> str:
+    """Pass assigned values to a graph of the engine's step. Return why it cannot follow them; empty if it can.
 
-    Return None if the step is not current. The graph reads the tensors ``scaler``, by default those of the last step.
+    The graph reads the tensors ``scaler``, by default those of the last step.
     """
     if engine.step is None:
-        return None
+        return "no step was built before"
     engine.groups.check_numbers()
     graph = graph_of(engine.step)
     max_grad_norm, *_, skip_nonfinite = engine.clip_args

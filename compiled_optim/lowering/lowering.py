@@ -100,9 +100,9 @@ class Lowering:
         self.plan.finish()
         self._grads = ()
 
-    def launch_key(self) -> tuple[object, ...]:
-        """Return the key on which a graph that holds a launch depends. This object stands for the memory of its tables."""
-        return (self,)
+    def launch_key(self) -> dict[str, object]:
+        """Return the facts, by name, besides its step on which a graph that holds a launch depends; see :meth:`Step.key`."""
+        return {}
 
     def copy_gradients_for_graph(self) -> None:
         """Copy the prepared gradients to the memory that a captured launch reads, unless a table has their addresses."""

@@ -160,7 +160,7 @@ class GatheredRowsLowering(ListLowering):
         self._square_sum.fill_(square_sum([e.sums for e in self._grads if e is not None], self.plan.device))
 
 
-Rows: TypeAlias = Literal["distinct", "repeated", "claimed to be distinct", "unknown"]
+Rows: TypeAlias = Literal["distinct", "repeated", "coalesced", "uncoalesced"]
 """The knowledge of the rows that entries name. In the first two cases the host has read them."""
 
 _CACHED_BATCHES = 16  # different numbers of entries whose memory is cached
@@ -204,12 +204,12 @@ class RowTableLowering(Lowering):
         for (_, sparse_dims, *_), batch_grads in alike.items():
             positions, counts = tuple(batch_grads), tuple(grad._nnz() for grad in batch_grads.values())
             batch = self._batch_of(positions, counts, sparse_dims)
-            rows: Rows = "unknown"
+            rows: Rows = "uncoalesced"
             if reads_indices:
                 distinct = [has_distinct_rows(grad, self.plan.members[i].name) for i, grad in batch_grads.items()]
                 rows = "distinct" if all(distinct) else "repeated"
             elif all(grad.is_coalesced() for grad in batch_grads.values()):
-                rows = "claimed to be distinct"
+                rows = "coalesced"
             batch.prepare(list(batch_grads.values()), rows)
             self._prepared.append(batch)
         needed = max((batch.kind.rows for batch in self._prepared), default=0)
@@ -219,8 +219,13 @@ class RowTableLowering(Lowering):
         if capturing:
             self._captured += self._prepared
 
-    def launch_key(self) -> tuple[object, ...]:
-        return (*super().launch_key(), *((batch, batch.rows) for batch in self._prepared))
+    def launch_key(self) -> dict[str, object]:
+        key: dict[str, object] = {}
+        for batch in self._prepared:
+            for i, count in zip(batch.positions, batch.counts, strict=True):
+                key[f"gradient of '{self.plan.members[i].name}'"] = f"with {count} entries in {batch.rows} rows"
+            key[f"memory for the gradient of '{self.plan.members[batch.positions[0]].name}'"] = batch
+        return key
 
     def copy_gradients_for_graph(self) -> None:
         for batch in self._prepared:
@@ -268,7 +273,7 @@ def _cached_batches(plan: Plan, kernels: Sequence[Kernel]) -> Callable[[Ints, In
                 f"{plan.rule.name}.step() cannot be captured in a CUDA graph now: no step was taken before with "
                 f"gradients of so many entries ({', '.join(map(str, counts))}); take one step before capturing"
             )
-        return RowBatch(plan, kind_of(positions, sparse_dims), counts, kernels[positions[0]])
+        return RowBatch(plan, kind_of(positions, sparse_dims), positions, counts, kernels[positions[0]])
 
     return batch_of
 
@@ -313,9 +318,10 @@ class RowBatch:
 
     output_sums: Sequence[Tensor] = ()
 
-    def __init__(self, plan: Plan, kind: RowKind, counts: Sequence[int], kernel: Kernel) -> None:
+    def __init__(self, plan: Plan, kind: RowKind, positions: Ints, counts: Ints, kernel: Kernel) -> None:
         device, count = plan.device, sum(counts)
         self.kind, self.kernel = kind, kernel
+        self.positions, self.counts = positions, counts
         of_entry = upload(torch.repeat_interleave(torch.tensor(counts, device="cpu")), device)  # the parameter of each entry
         layout, self._base = kind.facts.index_select(1, of_entry).tensor_split([len(kind.facts) - len(kind.row_bytes)])
         sparse_dims = (len(layout) + 1) // 2  # without sparse dimensions it has the first rows only
@@ -366,6 +372,6 @@ class RowBatch:
         if self.rows == "distinct":
             self.sums.copy_(values)
         else:
-            elected = add_up(rows, self._numbers, values, election, self.sums, sorts=self.rows != "claimed to be distinct")
+            elected = add_up(rows, self._numbers, values, election, self.sums, sorts=self.rows != "coalesced")
         torch.mul(self._sum_addresses, elected == self._numbers, out=self.grads)
         torch.addcmul(self._base, self.kind.row_bytes, rows, out=self.tensors)

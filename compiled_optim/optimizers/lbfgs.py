@@ -274,16 +274,13 @@ class LBFGSStep(Step):
                 in_range("update", iterate, closure, self._minimized(first), lr)
         return first
 
-    def key(self) -> tuple[object, ...]:
-        return (self,)
-
-    def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
+    def follow(self, clip_args: tuple[Any, ...]) -> str:
         """Hand an assigned learning rate over."""
-        if self.stale():
-            return None
+        if reason := self.stale():
+            return reason
         send(self.changes)
         self._captured_lr.copy_(self.live[0]["lr"])
-        return self.key()
+        return ""
 
     def _iterate_fixed(self, closure: Callable[[], Any], loss: Any, lr: Tensor) -> None:
         memory = self._tensors

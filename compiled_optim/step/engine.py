@@ -335,8 +335,8 @@ class Engine:
                 self.clipping.take(self.clip_args)
                 if not self.inlined.follows(self.clipping):
                     self.changes.outdate("max_grad_norm or skip_nonfinite was switched on or off")
-            if self._in_graphs and self.current().follow(self.clip_args) is None:
-                self.changes.outdate("max_grad_norm or skip_nonfinite was switched on or off")
+            if self._in_graphs and (reason := self.current().follow(self.clip_args)):
+                self.changes.outdate(reason)
 
     @outside_dynamo
     def run(self, grads: Gradients = None, closure: Callable[[], Any] | None = None) -> Any:
@@ -367,7 +367,7 @@ class Engine:
             if captures and not all(map(inductor_captures, captures)):
                 self.run(grads)  # another capture, not the compiler's
                 return
-            if step.obstacle(grads, self.clip_args) or not step.is_preallocated:
+            if step.stale_for(grads) or step.unprepared(self.clip_args):
                 step, grads = beside_graphs(lambda: self._prepared(grads, ahead=True), step.devices[0])
             if captures and step.refusal:
                 raise RuntimeError(step.refusal)
@@ -433,9 +433,9 @@ class Engine:
                 f"{name} is stepped in a function that a CUDAGraphRunner captures, but is not one of the "
                 "runner's optimizers; name it there"
             )
-        if obstacle := step.obstacle(grads, self.clip_args):
+        if reason := step.stale_for(grads) or step.unprepared(self.clip_args):
             raise RuntimeError(
-                f"{name}.step() cannot be captured in a CUDA graph now: {obstacle}; "
+                f"{name}.step() cannot be captured in a CUDA graph now: {reason}; "
                 "take one step before capturing, or let co.CUDAGraphRunner do so"
             )
         if not step.is_recorded:

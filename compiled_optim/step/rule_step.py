@@ -29,6 +29,9 @@ from compiled_optim.step.engine import Engine
 from compiled_optim.step.step import Gradients, Step
 from compiled_optim.step.watch import KernelLooks, Looks, Watch
 
+_CLIPPED = "max_grad_norm or skip_nonfinite"
+_UNCOMPILED = "its kernels are not compiled yet"
+
 
 class RuleStep(Step):
     """The step of an optimizer that has a rule.
@@ -140,27 +143,27 @@ class RuleStep(Step):
         if reason := super().stale():
             return reason
         if self._square_sums is not None and not self._clipping.measures_norm:
-            return "clipping was switched off"
+            return f"{_CLIPPED} on -> off"
         if self._meta and not all(p.is_meta for p in self._meta):
             return "a parameter on the meta device got memory"
-        return ""
+        return self._moved_state() if self.changes.is_state_handed_out else ""
+
+    def _moved_state(self) -> str:
+        return next(filter(None, [lowering.plan.moved_state() for lowering in self.lowerings]), "")
 
     def stale_for(self, grads: Gradients) -> str:
         if reason := self.stale() or (self._stateless and self.woken(grads)):
             return reason
-        state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
+        runs_user_code = bool(self._schedules.functions)
         for lowering, taken in zip(self.lowerings, self._by_plan(grads), strict=True):
-            if reason := lowering.plan.read(taken, state=state, keep_alive=runs_user_code):
+            if reason := lowering.plan.read(taken, keep_alive=runs_user_code):
                 return reason
         return ""
 
-    def has_moved_state(self) -> bool:
-        """Return whether state has other memory than when the step was built."""
-        return self.changes.is_state_handed_out and any(x.plan.addresses.others_moved() for x in self.lowerings)
-
     def has_moved_scalars(self) -> bool:
         """Return whether scalars of state were moved out of their plan's tensor, in which compiled code reads them."""
-        return self.has_moved_state() and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
+        is_moved = self.changes.is_state_handed_out and self._moved_state()
+        return bool(is_moved) and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
 
     def woken(self, grads: Gradients) -> str:
         """Return that a parameter without state has a gradient, in words."""
@@ -176,18 +179,19 @@ class RuleStep(Step):
             return [None] * len(self.lowerings)
         return [list(map(grads.__getitem__, positions)) for positions in self._positions]
 
-    def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
-        """Return why a graph cannot hold this step, or "": a replay only repeats the device's work of the last step."""
+    def unprepared(self, clip_args: tuple[Any, ...]) -> str:
+        if self._uncompiled:
+            return _UNCOMPILED
         elsewhere = any(t.device != device for device in self.devices for t in self._clipping.tensors(device))
         clips = clip_args[0] is not None or clip_args[-1]
+        has_memory = all(coefficients.table.gradients.reserved for coefficients in self._tables)
         reasons = {
-            "its kernels are not compiled yet": bool(self._uncompiled),
-            "clipping was switched on or off": clips != (self._square_sums is not None),
+            f"{_CLIPPED} {'off -> on' if clips else 'on -> off'}": clips != (self._square_sums is not None),
             "max_grad_norm or skip_nonfinite was assigned": not self._clipping.are_tensors(*clip_args),
             "max_grad_norm is a tensor on another device": elsewhere and not self.is_recorded,
+            "it would be captured a second time, with memory for one": not has_memory,
         }
-        reason = next((r for r, holds in reasons.items() if holds), "")
-        return self.stale() or self.woken(grads) or reason or self.stale_for(grads)
+        return next((reason for reason, holds in reasons.items() if holds), "")
 
     def inlined(self) -> InlinedStep | str:
         lowerings = [x for x in self.lowerings if isinstance(x, ListLowering)]  # all of them, if this is their name
@@ -216,10 +220,6 @@ class RuleStep(Step):
         for coefficients in self._tables:
             coefficients.preallocate()
         self._pinned = [memory for lowering in self.lowerings for memory in lowering.plan.memory()]
-
-    @property
-    def is_preallocated(self) -> bool:
-        return all(each.table.gradients.reserved for each in self._tables)
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and assigned numbers."""
@@ -283,8 +283,11 @@ class RuleStep(Step):
                 )
         return ""
 
-    def key(self) -> tuple[object, ...]:
-        return (self._square_sums, *(lowering.launch_key() for lowering in self.lowerings))
+    def key(self, *, whole: bool = False) -> dict[str, object]:
+        key = super().key() | {_CLIPPED: "off" if self._square_sums is None else "on"}
+        for lowering in self.lowerings:
+            key |= lowering.launch_key()
+        return key | ({"tensors passed for numbers": [c.hypers.copied() for c in self._tables]} if whole else {})
 
     def copy_gradients(self) -> None:
         """Copy gradients whose addresses are in no table to the addresses from which the graph reads them."""
@@ -300,16 +303,16 @@ class RuleStep(Step):
             with super().reserve(steps):
                 yield
 
-    def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
-        if self._uncompiled or self.stale() or self.has_moved_state():
-            return None
+    def follow(self, clip_args: tuple[Any, ...]) -> str:
+        if reason := self.stale() or (_UNCOMPILED if self._uncompiled else ""):
+            return reason
         self._clipping.take(clip_args)
         if self._clipping.measures_norm != (self._square_sums is not None):
-            return None
+            return f"{_CLIPPED} {'off -> on' if self._clipping.measures_norm else 'on -> off'}"
         send(self.changes)
         for coefficients in self._tables:
             coefficients.hypers.refresh()
-        return (self._square_sums, *self.lowerings, *(coefficients.hypers.copied() for coefficients in self._tables))
+        return ""
 
 
 def step_with_rule(engine: Engine, action: str) -> RuleStep:

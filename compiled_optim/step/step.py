@@ -23,6 +23,9 @@ from compiled_optim.rule.transforms import GOES_ON, STAYS, accumulating
 Gradients: TypeAlias = "list[Tensor | None] | None"
 """One entry for each parameter of a step; None for the parameters' own."""
 
+STEP = "the step"
+"""The name of a step's identity in its :meth:`Step.key`."""
+
 _identities = itertools.count()
 
 
@@ -84,8 +87,9 @@ class Step:
             index = next((i for i, size in enumerate(sizes) if size not in old_sizes), None)
             return "a group was removed" if index is None else f"param_groups[{index}] was replaced, or has other parameters"
         pairs = zip(nonzero, old_nonzero, strict=True)
-        group, name = next(about for about, (new, old) in zip(self._structural, pairs, strict=True) if new != old)
-        return f"{name} of {group.label} became 0, or is no longer 0"
+        (group, name), was = next((x, old) for x, (new, old) in zip(self._structural, pairs, strict=True) if new != old)
+        words = ("another number than 0", "0") if was else ("0", "another number than 0")
+        return f"{group.label}[{name!r}] {' -> '.join(words)}"
 
     def _facts(self) -> tuple[list[tuple[int, int]], list[bool]]:
         """Return what can change without a report: identity and length of groups, and which hyperparameters are not 0."""
@@ -103,9 +107,9 @@ class Step:
         """Return which parameter without state has a gradient, so that the step must be rebuilt; empty if none has."""
         return ""
 
-    def obstacle(self, grads: Gradients, clip_args: tuple[Any, ...]) -> str:
-        """Return why a graph that is being captured cannot hold this step; empty if it can."""
-        return self.stale_for(grads)
+    def unprepared(self, clip_args: tuple[Any, ...]) -> str:
+        """Return what a step needs that a graph in capture cannot get: memory or kernels; empty if it needs nothing."""
+        return ""
 
     def preallocate(self) -> None:
         """Allocate everything that :meth:`launch` uses, so that preparing and launching keep no new memory.
@@ -113,11 +117,6 @@ class Step:
         That holds until groups, state or clipping change, for gradients of their last dtypes, or else of the parameters'
         dtypes, and for one launch that is captured. ``CompilerError`` as :meth:`prepare`.
         """
-
-    @property
-    def is_preallocated(self) -> bool:
-        """True if memory for a captured launch alone is allocated."""
-        return True
 
     def inlined(self) -> InlinedStep | str:
         """Return the step as operations for a graph that is being traced, or why it is an operator there."""
@@ -151,9 +150,12 @@ class Step:
         """Check ``state_dict`` and return a load; ``prepare`` checks the entries for groups and state."""
         return prepare(state_dict)
 
-    def key(self) -> tuple[object, ...]:
-        """Return the key of a graph of :meth:`launch`, which is valid as long as its key stays equal."""
-        raise NotImplementedError
+    def key(self, *, whole: bool = False) -> dict[str, object]:
+        """Return the facts, by name, on which a graph of :meth:`launch` depends, or of ``whole`` steps.
+
+        The graph is valid as long as they stay equal. A text is shown to users where it changed.
+        """
+        return {STEP: self.identity}
 
     def copy_gradients(self) -> None:
         """Copy the prepared gradients to the addresses from which a captured :meth:`launch` reads them."""
@@ -178,10 +180,10 @@ class Step:
                 stacklevel=3,
             )
 
-    def follow(self, clip_args: tuple[Any, ...]) -> tuple[object, ...] | None:
+    def follow(self, clip_args: tuple[Any, ...]) -> str:
         """Pass values assigned since the last step to a graph that holds whole steps, without preparing one.
 
-        Return the key of the graph, as :meth:`key`, or None if the step would have to be rebuilt. ``clip_args`` have the
+        Return why no graph can follow them; empty if one can as long as the :meth:`key` is equal. ``clip_args`` have the
         gradient scaler's tensors that the graph reads.
         """
         raise NotImplementedError

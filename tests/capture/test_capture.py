@@ -328,7 +328,7 @@ class TestStep:
             before = [p.detach().clone() for p in ours.params]
             if i == 6:
                 old = weight.detach().clone()
-                expected = r"after 1 times: parameter 'outer.weight' \(3, 7\) float32 on cpu at 0x\w+ -> .* at 0x"
+                expected = r"after 1 times: 'outer.weight' moved"
                 with pytest.raises(RuntimeError, match=expected):
                     runner.step()
                 with pytest.raises(RuntimeError, match="larger recaptures="):
@@ -347,21 +347,21 @@ class TestStep:
                 runner.step()
         ours.optimizer.max_grad_norm = 1.0
         state = [t.clone() for t in ours.tensors()]
-        with co.no_recompiles(), pytest.raises(co.RecompileError, match="again: max_grad_norm off -> on"):
+        with co.no_recompiles(), pytest.raises(co.RecompileError, match="again: max_grad_norm or skip_nonfinite off -> on"):
             runner.step()
         assert all(torch.equal(a, b) for a, b in zip(state, ours.tensors(), strict=True))
         with co.no_recompiles(budget=1):
             for _ in range(3):
                 runner.step()
             ours.optimizer.add_param_group({"params": [("new", nn.Parameter(torch.ones(2)))]})
-            with pytest.raises(co.RecompileError, match=r"param_groups\[2\] is new"):
+            with pytest.raises(co.RecompileError, match=r"param_groups\[2\] was added"):
                 runner.step()
         runner.step()
         runner.step()
         report = co.compile_report(ours.optimizer)
         assert report.recaptures == 2
         assert "3 captures, 2 re-captures" in str(report)
-        assert "captured again: max_grad_norm off -> on" in str(report)
+        assert "captured again: max_grad_norm or skip_nonfinite off -> on" in str(report)
 
     def test_structural_hyperparameter(self) -> None:
         def scenario(side: Side, i: int) -> None:
@@ -924,7 +924,7 @@ class TestTrainingStep:
         for i in range(3):
             runner(batch(i))
         ours.optimizer.param_groups[0]["amsgrad"] = True
-        with co.no_recompiles(), pytest.raises(co.RecompileError, match=r"param_groups\[0\]\['amsgrad'\] False -> True"):
+        with co.no_recompiles(), pytest.raises(co.RecompileError, match=r"param_groups\[0\]\['amsgrad'\] was written"):
             runner(batch(3))
         with co.no_recompiles(budget=2):  # the graph, and the kernel
             for i in range(3):
@@ -1086,7 +1086,7 @@ class TestByHand:
             "first step": "its kernels are not compiled yet",
             "group": "its kernels are not compiled yet",
             "parameter": "'outer.weight' moved",
-            "clip": "clipping was switched on or off",
+            "clip": "max_grad_norm or skip_nonfinite off -> on",
             "thawed": "'gate' got its first gradient",
         }
         if change == "group":
@@ -1110,7 +1110,7 @@ class TestByHand:
         give(ours, 0)
         ours.optimizer.step()
         _capture_by_hand(ours.optimizer.step)
-        with pytest.raises(RuntimeError, match="take one before capturing again"):
+        with pytest.raises(RuntimeError, match="captured a second time"):
             _capture_by_hand(ours.optimizer.step)
 
 

@@ -153,8 +153,8 @@ def test_another_number_of_entries_is_captured_again_within_the_budget() -> None
     for i in range(9):
         take(i, 6 if i < 4 else 9)
     (cause,) = co.compile_report(ours.optimizer).captures[1:]
-    assert "gradient of 'words.weight' with 6 uncoalesced entries -> with 9 uncoalesced entries" in cause
-    with co.no_recompiles(), pytest.raises(co.RecompileError, match="with 9 uncoalesced entries -> with 5"):
+    assert "gradient of 'words.weight' with 6 entries in repeated rows -> with 9 entries in repeated rows" in cause
+    with co.no_recompiles(), pytest.raises(co.RecompileError, match="with 9 entries in repeated rows -> with 5"):
         take(9, 5)
     twin.optimizer.load_state_dict(ours.optimizer.state_dict())  # the refused step was not taken
     for p, q in zip(ours.params, twin.params, strict=True):
@@ -189,7 +189,7 @@ def test_entries_that_were_coalesced_and_are_not() -> None:
             step()
         assert_equal(ours, twin, i)
     (cause,) = co.compile_report(ours.optimizer).captures[1:]
-    assert "with 4 coalesced entries -> with 4 uncoalesced entries" in cause
+    assert "with 4 entries in distinct rows -> with 4 entries in repeated rows" in cause
 
 
 def test_memory_that_a_graph_reads_outlives_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
     "an option is assigned": ("param_groups[0]['nesterov'] was written", lambda o: o.param_groups[0].update(nesterov=True)),
     "an option is deleted": ("param_groups[0]['maximize'] was written", lambda o: o.param_groups[0].pop("maximize")),
     "momentum becomes 0": (
-        "momentum of param_groups[0] became 0, or is no longer 0",
+        "param_groups[0]['momentum'] another number than 0 -> 0",
         lambda o: o.param_groups[0].update(momentum=0.0),
     ),
     "a group is added": ("param_groups[1] was added", lambda o: o.add_param_group({"params": [("new", torch.ones(2))]})),
@@ -74,7 +74,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], object]]] = {
         "optimizer accumulation was switched on",
         lambda o: (setattr(o, "optimizer_accumulation", True), setattr(o, "optimizer_accumulation", False)),
     ),
-    "clipping ends": ("clipping was switched off", lambda o: setattr(o, "max_grad_norm", None)),
+    "clipping ends": ("max_grad_norm or skip_nonfinite on -> off", lambda o: setattr(o, "max_grad_norm", None)),
 }
 
 

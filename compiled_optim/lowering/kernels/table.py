@@ -223,8 +223,7 @@ class GradientPointers:
         A replay then reads the addresses of its own gradients, not those of steps outside of the graph. A capture outside of
         :meth:`uploading_later` must upload in the graph.
         """
-        if not self._spares:
-            raise RuntimeError("a second step is being captured without a step in between; take one before capturing again")
+        assert self._spares, "a second step is being captured without memory for it"
         self._is_known = False  # to steps outside of the graph
         self.pointers, host = self._spares.pop()
         host.numpy()[:] = self._host  # by the host, now, not in a replay
