@@ -19,9 +19,11 @@ from compiled_optim.rule.fields import Buffer, Fact, Hyper, Static
 ROOT = Path(__file__).resolve().parent.parent
 FLOORS = ("optimizers", "interop", "checkpoint", "lowering", "capture", "rule", "cli")
 """The folders with guides, in the order in which users need them."""
+INSIDE = ("", "groups", "plan", "step", "memory", "reports", "simulated")
+"""The folders whose pages are for those who change the package, "" for the package itself."""
 READMES = [
     ROOT / folder / "README.md"
-    for folder in ("", *(f"compiled_optim/{f}" for f in FLOORS), "perf", "tests", "tools", "tools/recipes")
+    for folder in ("", *(f"compiled_optim/{f}" for f in (*FLOORS, *INSIDE)), "perf", "tests", "tools", "tools/recipes")
 ]
 RECIPES = sorted((ROOT / "tools" / "recipes").glob("*.py"))
 PRINTED = re.compile(r"^# Prints, in (?P<seconds>\d+) s:\n(?P<lines>(?:# .*\n)+)\Z", re.MULTILINE)

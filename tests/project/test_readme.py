@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo
-from readme import READMES, ROOT, generated
+from readme import INSIDE, READMES, ROOT, generated
 
 import compiled_optim as co
 from compiled_optim import rule
@@ -96,8 +96,11 @@ def test_all_that_a_rule_is_written_with_is_explained() -> None:
     assert {*rule.__all__} - {*re.findall(r"\w+", code)} == {"Number"}  # a type, which the example has
 
 
-def test_the_first_page_links_all() -> None:
-    assert {*re.findall(r"\]\(([^)#]+)", FIRST.read_text())} == {_name(page) for page in (*OTHERS, CHANGELOG)}
+def test_the_first_page_links_all_but_those_that_the_package_links() -> None:
+    package = ROOT / "compiled_optim" / "README.md"
+    inside = {package.parent / name / "README.md" for name in INSIDE if name}
+    assert {*re.findall(r"\]\(([^)#]+)", FIRST.read_text())} == {_name(p) for p in {*OTHERS, CHANGELOG} - inside}
+    assert {package.parent / link for link in re.findall(r"\]\(([^)#]+)", package.read_text())} >= inside
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler.*", "ignore:.*uncaptured.*:RuntimeWarning")

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
-from readme import FLOORS, READMES, ROOT, condition, is_optimizer
+from readme import FLOORS, INSIDE, READMES, ROOT, condition, is_optimizer
 
 import compiled_optim as co
 from compiled_optim.rule.fields import Buffer
@@ -41,6 +41,7 @@ def pages() -> dict[Path, str]:
     texts[Path("perf/index.md")] += _toctree(["GPU"])
     texts[first] += _toctree([f"compiled_optim/{name}/index" for name in FLOORS], "Guides")
     texts[first] += _toctree(["reference/index"], "Reference")
+    texts[first] += _toctree([str(Path("compiled_optim", name, "index")) for name in INSIDE], "Inside")
     texts[first] += _toctree([f"{_RECIPES}/{name}" for name in recipes], "Recipes") if recipes else ""
     others = [str(page.with_suffix("")) for page in _GUIDES.values() if page.parts[0] != "compiled_optim"]
     texts[first] += _toctree(sorted({*others} - {"index", "perf/GPU"}), "Project")
