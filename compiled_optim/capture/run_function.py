@@ -255,10 +255,9 @@ class RecordedStep:
     def follow(self) -> str:
         """Pass values assigned since the last call to the graph. Return why it cannot follow them; empty if it can."""
         for engine, scaler, key in zip(self._engines, self._scalers, self._keys, strict=True):
-            if reason := follow(engine, scaler):
-                return reason
+            reason = follow(engine, scaler)
             assert engine.step is not None
-            if reason := difference(key, engine.step.key(whole=True), engine.log.rebuilt):
+            if reason := difference(key, engine.step.key(whole=True), engine.log.rebuilt) or reason:
                 return reason
         return ""
 

@@ -146,17 +146,18 @@ class Plan:
         """Return which state has other memory than when the plan was made; empty if none has. Only other code moves it."""
         return self._moved() if self.addresses.others_moved() else ""
 
-    def read(self, grads: list[Tensor | None] | None, *, keep_alive: bool) -> str:
+    def read(self, grads: list[Tensor | None] | None, *, state: bool, keep_alive: bool) -> str:
         """Read parameters and ``grads``, or their own gradients for None. Return why the plan does not describe them, or "".
 
-        ``keep_alive`` is as in :meth:`Addresses.read`.
+        With ``state`` it reads the state too, in case other code moved its memory. ``keep_alive`` is as in
+        :meth:`Addresses.read`.
 
         Raises:
             GradientLayoutError: a gradient is sparse and the rule takes dense ones, or vice versa.
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
         current = self.addresses
-        current.read(self._readable(grads) if self._copies_grads else grads, others=False, keep_alive=keep_alive)
+        current.read(self._readable(grads) if self._copies_grads else grads, others=state, keep_alive=keep_alive)
         if current.moved:
             return self._moved()
         if self.sharded and (moved := [m for m in self.members if layout.local(m.owner) is not m.param]):

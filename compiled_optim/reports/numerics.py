@@ -137,7 +137,7 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     entries |= dict(_buffers(plan, member, statics))
     shadow = Member(copy, member.groups, member.group, member.index, ParamState(entries), tuple(entries), member.numbers)
     shadows = Plan(plan.rule, statics, [shadow], lambda _: grad)
-    shadows.read([grad], keep_alive=True)  # an error where a step would raise one
+    shadows.read([grad], state=False, keep_alive=True)  # an error where a step would raise one
     clipping = Clipping(plan.device)
     lowering = lower(shadows, "eager", clipping, CompilationLog(), False)
     lowering.compile()

@@ -146,24 +146,26 @@ class RuleStep(Step):
             return f"{_CLIPPED} on -> off"
         if self._meta and not all(p.is_meta for p in self._meta):
             return "a parameter on the meta device got memory"
-        return self._moved_state() if self.changes.is_state_handed_out else ""
+        return ""
 
     def _moved_state(self) -> str:
+        """Return which state has other memory than when the step was built; empty if none has."""
+        if not self.changes.is_state_handed_out:
+            return ""
         return next(filter(None, [lowering.plan.moved_state() for lowering in self.lowerings]), "")
 
     def stale_for(self, grads: Gradients) -> str:
         if reason := self.stale() or (self._stateless and self.woken(grads)):
             return reason
-        runs_user_code = bool(self._schedules.functions)
+        state, runs_user_code = self.changes.is_state_handed_out, bool(self._schedules.functions)
         for lowering, taken in zip(self.lowerings, self._by_plan(grads), strict=True):
-            if reason := lowering.plan.read(taken, keep_alive=runs_user_code):
+            if reason := lowering.plan.read(taken, state=state, keep_alive=runs_user_code):
                 return reason
         return ""
 
     def has_moved_scalars(self) -> bool:
         """Return whether scalars of state were moved out of their plan's tensor, in which compiled code reads them."""
-        is_moved = self.changes.is_state_handed_out and self._moved_state()
-        return bool(is_moved) and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
+        return bool(self._moved_state()) and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
 
     def woken(self, grads: Gradients) -> str:
         """Return that a parameter without state has a gradient, in words."""
@@ -224,7 +226,8 @@ class RuleStep(Step):
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and assigned numbers."""
         by_plan = self._by_plan(grads)
-        if self._uncompiled or (self._square_sums is None and self._clipping.measures_norm):
+        measures = self._square_sums is None and self._clipping.measures_norm
+        if self._uncompiled or measures or (self.watches and not self._looks):
             self._compile(by_plan)
         for lowering, plan_grads in zip(self.lowerings, by_plan, strict=True):
             lowering.prepare(plan_grads, captures)
@@ -246,8 +249,8 @@ class RuleStep(Step):
                     raise
                 lowering.plan.reread(plan_grads)
                 self._uncompiled.discard(lowering)
-            self._looks = {plan: watch.looks for plan, watch in self.watches.items()}
             self.changes.stale = ""
+        self._looks = {plan: watch.looks for plan, watch in self.watches.items()}
         if self._square_sums is None and self._clipping.measures_norm:
             self._square_sums = SquareSums(self.lowerings)
             self.leave_graphs()
@@ -304,7 +307,7 @@ class RuleStep(Step):
                 yield
 
     def follow(self, clip_args: tuple[Any, ...]) -> str:
-        if reason := self.stale() or (_UNCOMPILED if self._uncompiled else ""):
+        if reason := self.stale() or self._moved_state() or (_UNCOMPILED if self._uncompiled else ""):
             return reason
         self._clipping.take(clip_args)
         if self._clipping.measures_norm != (self._square_sums is not None):

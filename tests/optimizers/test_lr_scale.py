@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 
 import compiled_optim as co
+from compiled_optim.groups import group_list
 from compiled_optim.groups.per_parameter import ByName, check_names
 from compiled_optim.optimizer import engine_of
-from compiled_optim.step import engine
 
 SCALED = [c for c in registry() if hasattr(c, "_rule")]
 FAR = [configurations(c)[1] for c in SCALED]
@@ -388,7 +388,7 @@ class TestWhichNamesADictMayHave:
             check_names(scale, ByName({Name(key): number for key, number in chosen.items()}), names, *args, **kwargs)
             assert compared < 20 * len(names)
 
-        monkeypatch.setattr(engine, "check_names", count)
+        monkeypatch.setattr(group_list, "check_names", count)
         pairs = [*_params(*[f"layers.{i}.weight" for i in range(800)]).items()]
         scales = {name: 0.5 for name, _ in pairs} | {f"other.{i}": 0.5 for i in range(800)}
         optimizer = co.SGD([{"params": pairs[i::40]} for i in range(40)], lr_scale=scales)
