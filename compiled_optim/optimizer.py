@@ -34,10 +34,10 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, flag, transform
+from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, added, flag
 from compiled_optim.rule.rule import TRAIN_MODE
-from compiled_optim.rule.storage import StateDtype, Weights, stored
-from compiled_optim.rule.transforms import Split, cautious, check_decay, decay, in_parts, lr_scaled
+from compiled_optim.rule.storage import StateDtype, Weights
+from compiled_optim.rule.transforms import Split
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step import traced
 from compiled_optim.step.engine import Engine, refuse_whole
@@ -126,18 +126,18 @@ class CompiledOptimizer(Declared, Optimizer):
     max_grad_norm: float | Tensor | None = flag(default=None, kw_only=True)
     skip_nonfinite: bool = flag(default=False, kw_only=True)
     lowering: LoweringName = flag(default="auto", kw_only=True)
-    decouple_wd: bool | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
-    decouple_lr: bool = transform(default=False, kw_only=True, by=decay, check=check_decay)
-    max_lr: Number | None = transform(default=None, kw_only=True, by=decay, check=check_decay)
-    cautious: bool = transform(default=False, kw_only=True, by=cautious)
-    lr_scale: PerParameter | None = transform(default=None, kw_only=True, by=lr_scaled)
-    stacks: Sequence[str] = transform(default=(), kw_only=True, by=in_parts)
-    split: Split | None = transform(default=None, kw_only=True, by=in_parts)
-    weights: Weights | None = transform(default=None, kw_only=True, by=stored)
-    kahan_sum: bool | None = transform(default=False, kw_only=True, by=stored)
-    state_dtype: StateDtype = transform(default=None, kw_only=True, by=stored)
-    exclude: Sequence[str] = transform(default=(), kw_only=True, by=stored)
-    rounding_seed: int = transform(default=0, kw_only=True, by=stored)
+    decouple_wd: bool | None = added(default=None, kw_only=True)
+    decouple_lr: bool = added(default=False, kw_only=True)
+    max_lr: Number | None = added(default=None, kw_only=True)
+    cautious: bool = added(default=False, kw_only=True)
+    lr_scale: PerParameter | None = added(default=None, kw_only=True)
+    stacks: Sequence[str] = added(default=(), kw_only=True)
+    split: Split | None = added(default=None, kw_only=True)
+    weights: Weights | None = added(default=None, kw_only=True)
+    kahan_sum: bool | None = added(default=False, kw_only=True)
+    state_dtype: StateDtype = added(default=None, kw_only=True)
+    exclude: Sequence[str] = added(default=(), kw_only=True)
+    rounding_seed: int = added(default=0, kw_only=True)
 
     _step_class: ClassVar[type[Step]] = RuleStep
     _takes_module: ClassVar[bool] = False  # as params, since more than names tells its parameters apart

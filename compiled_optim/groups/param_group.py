@@ -31,6 +31,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import BUILT_IN, IGNORED, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
+from compiled_optim.rule.transforms import check_decay
 
 _STALE = object()  # no value of an entry
 ROUNDING = 1e-12  # the distance that a scheduler's rounding may put a number out of range
@@ -496,8 +497,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     if not is_new and group.get(RULE) is not before.get(RULE):
         raise ValueError(f"{RULE} of {where} cannot be assigned; make a new optimizer, and load the state by name")
     kind.check(hypers, group)
-    for check in dict.fromkeys(t.check for t in kind._transforms if t.check):
-        check(group)
+    check_decay(group)
     check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
     for mode in kind._modes:
         if not is_new and group[mode] is not before[mode]:

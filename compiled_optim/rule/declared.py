@@ -13,9 +13,10 @@ import torch
 from typing_extensions import dataclass_transform
 
 from compiled_optim.rule import fields
-from compiled_optim.rule.fields import Buffer, Choice, Fact, Field, Flag, Hyper, Option, Scalar, Scale, Static, Transform
+from compiled_optim.rule.fields import Buffer, Choice, Fact, Field, Flag, Hyper, Option, Scalar, Scale, Static
 from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
-from compiled_optim.rule.transforms import PARAM, Accumulation, started, summed
+from compiled_optim.rule.storage import stored
+from compiled_optim.rule.transforms import PARAM, Accumulation, cautious, decay, in_parts, lr_scaled, started, summed
 
 _MEANINGS = {
     "coefficients": "Return the numbers for an update, made of step and hyperparameters, once for each tensor and step.",
@@ -37,7 +38,7 @@ _WEIGHT_DECAY: dict[Decays, str] = {
 }
 
 
-@dataclass_transform(field_specifiers=(fields.hyper, fields.static, fields.flag, fields.transform))
+@dataclass_transform(field_specifiers=(fields.hyper, fields.static, fields.flag, fields.added))
 class Declared:
     """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
 
@@ -47,7 +48,7 @@ class Declared:
     _body: ClassVar[dict[str, Field]] = {}  # by name, those in the body of the class
     _declared: ClassVar[dict[str, Field]] = {}  # by name, those in the bodies of the class and its bases
     _all_fields: ClassVar[dict[str, Field]] = {}  # by name, those declared and those that transforms add
-    _transforms: ClassVar[tuple[Transform, ...]] = ()  # applied to the rule in this order
+    _transforms: ClassVar[tuple[Callable[[Rule], Rule], ...]] = (decay, cautious, lr_scaled, in_parts, stored)  # in turn
     _declaration: ClassVar[Declaration]
     _rule: ClassVar[Rule]  # the declaration, where it has an update
     _view_rules: ClassVar[Mapping[str, Rule]] = {}  # by view, the rule whose step converts to it
@@ -85,8 +86,7 @@ class Declared:
         for name, value in (settings | others).items():
             if value is not None:
                 setattr(cls, f"_{name}", value)
-        cls._transforms = tuple(dict.fromkeys((*cls._transforms, *(f for f in body.values() if isinstance(f, Transform)))))
-        cls._body = {n: dataclasses.replace(f, name=n) for n, f in body.items() if not isinstance(f, Transform)}
+        cls._body = {n: dataclasses.replace(f, name=n) for n, f in body.items() if type(f) is not Field}
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Scale, Option, Fact, Buffer, Scalar)
@@ -164,7 +164,7 @@ class Declared:
     @classmethod
     def _made_rule(cls) -> Rule:
         def transformed(rule: Rule) -> Rule:
-            result = functools.reduce(lambda before, t: t.by(before), cls._transforms, started(summed(rule)))
+            result = functools.reduce(lambda before, change: change(before), cls._transforms, started(summed(rule)))
             if result is not rule:
                 result.check()
             return result

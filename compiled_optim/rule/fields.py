@@ -351,17 +351,6 @@ class Flag(Choice):
 
 
 @dataclass(frozen=True)
-class Transform(Field):
-    """A function from rule to rule, which adds an argument of this name unless it returns the rule unchanged.
-
-    ``check`` raises ``ValueError`` where a group's choices do not fit each other.
-    """
-
-    by: Callable[[Any], Any]
-    check: Callable[[Mapping[str, Any]], None] | None = None
-
-
-@dataclass(frozen=True)
 class Buffer(Field):
     """A state tensor of the parameter's dtype and device, and of its shape or the one that ``shape`` makes of it.
 
@@ -419,9 +408,9 @@ def flag(*, default: Any, kw_only: Literal[True], doc: str = "") -> Any:
     return Flag(default, doc=doc)
 
 
-def transform(*, by: Callable[[Any], Any], default: Any, kw_only: Literal[True], **about: Any) -> Any:
-    """Declare a transform; see :class:`Transform`. Its argument's default and kind are spelled out for type checkers."""
-    return Transform(by, **about)
+def added(*, default: Any, kw_only: Literal[True]) -> Any:
+    """Name an argument that a transform of the rule adds; its default and kind are spelled out for type checkers."""
+    return Field()
 
 
 # No constructor takes these three, so they need no function that type checkers take for values of another type.

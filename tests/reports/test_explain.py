@@ -19,7 +19,7 @@ from torch import nn
 import compiled_optim as co
 from compiled_optim.model import roles
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule.fields import Option, transform
+from compiled_optim.rule.fields import Option, added
 
 
 class Block(nn.Module):
@@ -244,9 +244,9 @@ _MENTIONS = Option((), valid=lambda value, where: None, patterns=True, name="men
 class Stacked(co.Muon):
     """Muon with an option that names parameters."""
 
-    mentions: tuple[str, ...] = transform(
-        default=(), kw_only=True, by=lambda rule: dataclasses.replace(rule, options=(*rule.options, _MENTIONS))
-    )
+    mentions: tuple[str, ...] = added(default=(), kw_only=True)
+
+    _transforms = (*co.Muon._transforms, lambda rule: dataclasses.replace(rule, options=(*rule.options, _MENTIONS)))
 
 
 Case = tuple[Any, Any, str, list[str]]  # the model, its optimizers, and the kind and names of the finding
