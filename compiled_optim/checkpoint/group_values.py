@@ -23,7 +23,7 @@ from compiled_optim.checkpoint.read import (
 )
 from compiled_optim.groups.param_group import ParamGroup, is_stored_as_is
 from compiled_optim.memory.layout import is_lost
-from compiled_optim.rule.fields import BUILT_IN, Hyper, built_in
+from compiled_optim.rule.fields import BUILT_IN, LR_SCALE, Hyper, built_in
 from compiled_optim.rule.rule import RULE, Declaration
 from compiled_optim.rule.transforms import DECOUPLED, is_decoupled
 from compiled_optim.state import StateForm
@@ -76,7 +76,7 @@ def group_change(
     values |= (options := _options(change, groups, index, saved, native=native))
     after = ChainMap(options, group) if options else group
     for option in declaration.options:
-        if option.name in shared and option.name not in declaration.loaded_options:
+        if option.name in shared and option.name not in (*declaration.loaded_options, LR_SCALE):
             loaded, current = built_in(saved[0][option.name]), group.get(option.name, option.default)
             if not _equal(loaded, current):
                 stays = f"{option.name} is {described(loaded)} in the checkpoint, stays {described(current)}"
@@ -84,7 +84,7 @@ def group_change(
     unknown = foreign_options(saved, kind._all_fields)
     for name, value in unknown.items():
         problems.append(f"the checkpoint's {name}={described(value)} has no counterpart")
-    chosen = (*declaration.statics, *declaration.scales, *declaration.options)
+    chosen = (*declaration.statics, *declaration.options)
     skipped = {*kind._group_flags, *kind._modes, *[c.name for c in chosen], RULE, *unknown}
     skipped |= {
         h.name for h in hypers.values() if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)])

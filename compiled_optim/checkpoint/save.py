@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.read import FORMAT_VERSION
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.rule.fields import Flag, Scale
+from compiled_optim.rule.fields import LR_SCALE, Flag, is_per_parameter
 from compiled_optim.rule.rule import RULE, WHY
 from compiled_optim.state import OptimizerState
 
@@ -30,18 +30,17 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
     indices = itertools.count()
     for group in groups:
         declaration = group.kind._declaration
-        read, scalars = {s.name for s in declaration.scales}, declaration.scalar_names
         numbers = dict(zip(group["params"], indices, strict=False))  # the last index of each, as in torch.optim
         floats = group.floats()
         flags = {flag.name: flag.default for flag in group.kind._fields_of(Flag) if flag.name != "maximize"}
         packed = {k: flags.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
-        packed |= {k: 1.0 for k in read & packed.keys() if Scale.is_read(packed[k])}
+        packed |= {LR_SCALE: 1.0} if declaration.scales_lr and is_per_parameter(packed.get(LR_SCALE)) else {}
         packed |= {RULE: group.kind.__name__} if RULE in packed else {}
         packed_groups.append({**floats, **packed, "params": [numbers[param] for param in group["params"]]})
         for param, number in numbers.items():
             # torch.distributed.checkpoint loads into the tensors of a state dict, and then drops the state of frozen
             # parameters (pytorch#192202). Their loaded state reaches the optimizer only if the tensors are live ones.
-            copied = scalars if param.requires_grad else ()
+            copied = declaration.scalar_names if param.requires_grad else ()
             if entries := state.get(param):
                 packed_state[number] = {
                     k: v.detach().to("cpu", copy=True) if k in copied and isinstance(v, Tensor) else v

@@ -27,7 +27,7 @@ from compiled_optim.groups.parameters import (
 from compiled_optim.groups.per_parameter import ByName, check_kept, check_names, ignores_prefixes, kept, warn_of_unused
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Hyper, Option, Scale, warn_of_entry
+from compiled_optim.rule.fields import LR_SCALE, Hyper, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
@@ -130,8 +130,7 @@ class GroupList:
             check_values(kind, group, before, index)
             if (every := reference()) is not None:
                 every._warn_of_unread(kind, group.keys() - before.keys(), index)
-            is_assigned = any(group.get(scale.name) is not before.get(scale.name) for scale in kind._fields_of(Scale))
-            if is_assigned and every is not None:
+            if every is not None and group.get(LR_SCALE) is not before.get(LR_SCALE):
                 every._check_scales([group, *(other for other in every.listed if other is not before)])
 
         device = scalars_device(values["params"] or [torch.empty(0)])  # for no parameters, the default device
@@ -178,15 +177,15 @@ class GroupList:
 
     def _check_scales(self, groups: Sequence[Mapping[str, Any]]) -> list[Any]:
         """Return the scales that ``groups`` choose; ``ValueError`` if a new dict does not fit their parameters' names."""
-        scales = list(dict.fromkeys(scale for kind in self.kinds for scale in kind._fields_of(Scale)))
+        if not any(kind._declaration.scales_lr for kind in self.kinds):
+            return []
         names = [name for group in groups for name in group.get("param_names", ())]
-        by_short_name = ignores_prefixes(scales, groups)
-        chosen = [(scale, kept(group.get(scale.name))) for scale in scales for group in groups]
-        distinct = {id(value): (scale, value) for scale, value in chosen}
-        for scale, value in distinct.values():
+        by_short_name = ignores_prefixes(groups)
+        distinct = {id(value): value for value in [kept(group.get(LR_SCALE)) for group in groups]}
+        for value in distinct.values():
             if isinstance(value, ByName) and not any(value is known for known in self._checked_scales):
-                check_names(scale, value, names, self.aliases, by_short_name=by_short_name)
-        return [value for _, value in distinct.values()]
+                check_names(value, names, self.aliases, by_short_name=by_short_name)
+        return [*distinct.values()]
 
     def note_names(self) -> None:
         """Record the parameters and their names, for :meth:`_follow_names`. Weak references would stop torch's swaps."""
@@ -214,7 +213,7 @@ class GroupList:
             others = {known.get(id(param)) for each in self.listed for param in each["params"]}
             gone = {*names} - {*new_names} - others
             if any(before in gone and now not in names for before, now in zip(names, new_names, strict=False)):
-                check_kept(group.kind._fields_of((Option, Scale)), group, gone, new_names)
+                check_kept(group.kind._declaration.options, group, gone, new_names)
         if new_names != list(names):
             group.set_quietly("param_names", new_names)
 

@@ -29,7 +29,7 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import BUILT_IN, IGNORED, Choice, Hyper, Option, Scale, Static, built_in, warn_of_entry
+from compiled_optim.rule.fields import BUILT_IN, LR_SCALE, Choice, Hyper, Option, Static, built_in, is_ignored, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 from compiled_optim.rule.transforms import check_decay
 
@@ -78,7 +78,6 @@ class ParamGroup(WatchedDict[str, Any]):
         self._check = check
         self._hypers = {h.name: h for h in declaration.hypers}
         self._declaration, self._device = declaration, device
-        self._scales = {s.name for s in declaration.scales}
         self._entries: dict[str, Any] = {}  # by hyperparameter: the value that the dict has for the present numbers
         self._stale: dict[str, Any] = {}  # the same for those that other code may write, which are _STALE in _entries
         self._quick: dict[str, Callable[[Any], bool]] = {}  # writes floats in range, where that changes nothing else
@@ -122,7 +121,7 @@ class ParamGroup(WatchedDict[str, Any]):
         elif key in self._hypers and (chosen := self._hypers[key].choice(value)) is not None:
             value = chosen  # immutable
             self._quick.pop(key, None)
-        dict.__setitem__(self, key, kept(value) if key in self._scales else value)
+        dict.__setitem__(self, key, kept(value) if key == LR_SCALE and self._declaration.scales_lr else value)
 
     def __getitem__(self, key: str) -> Any:
         value = dict.__getitem__(self, key)
@@ -408,8 +407,8 @@ def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
 
 def group_keys(kind: type[Declared]) -> list[str]:
     """Return the keys that a group of ``kind`` may have besides its parameters."""
-    kinds = (Hyper, Static, Scale, Option)
-    return [f.name for of_kind in kinds for f in kind._fields_of(of_kind)] + [*kind._group_flags, *kind._modes, RULE]
+    fields = (f for of_kind in (Hyper, Static, Option) for f in kind._fields_of(of_kind))
+    return [*(f.name for f in fields), *kind._group_flags, *kind._modes, RULE]
 
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -426,9 +425,8 @@ def group_entries(kind: type[Declared], options: Mapping[str, Any]) -> dict[str,
     """Return the entries of groups of ``kind`` among ``options``, without defaults of options that torch.optim lacks."""
     added = kind._added_choices()
     entries = {name: options[name] for name in group_keys(kind) if name in options}
-    scales = {scale.name for scale in kind._fields_of(Scale)}
     chosen = {name: value for name, value in entries.items() if name not in added or value != added[name]}
-    return {**kind._modes, **{name: kept(value) if name in scales else value for name, value in chosen.items()}}
+    return {**kind._modes, **{name: kept(value) if name == LR_SCALE else value for name, value in chosen.items()}}
 
 
 def rule_of(group: Mapping[str, Any], default: type[Declared], where: str) -> type[Declared]:
@@ -484,8 +482,9 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     where, entries, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}
     for choice in kind._fields_of(Choice):
-        if choice.name not in IGNORED:
-            choice.check(group.get(choice.name, choice.default), where)
+        value = group.get(choice.name, choice.default)
+        if not is_ignored(choice.name, value):
+            choice.check(value, where)
     if absent := [h.name for h in kind._fields_of(Hyper) if h.name not in group]:
         raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
     hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
@@ -498,10 +497,10 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
         raise ValueError(f"{RULE} of {where} cannot be assigned; make a new optimizer, and load the state by name")
     kind.check(hypers, group)
     check_decay(group)
-    check_choices(kind._fields_of(Scale), kind._fields_of(Option), group, before, index)
+    check_choices(kind._declaration.options, group, before, index)
     for mode in kind._modes:
         if not is_new and group[mode] is not before[mode]:
             raise ValueError(f"{mode} of {where} cannot be assigned; call the optimizer's eval() or train()")
     known = group_keys(kind)
-    if foreign := [key for key in entries if key in kind._all_fields and key not in (*known, *IGNORED)]:
+    if foreign := [key for key in entries if key in kind._all_fields and not (key in known or is_ignored(key, None))]:
         raise TypeError(f"{foreign[0]} is an option of the whole optimizer, not of {where}")

@@ -1,6 +1,6 @@
-"""Options of a group that differ by parameter: dicts of numbers by name, and options with patterns of names.
+"""Options of a group that differ by parameter: ``lr_scale``, and options with patterns of names.
 
-See :class:`~compiled_optim.rule.fields.Scale` and :class:`~compiled_optim.rule.fields.Option`.
+See :class:`~compiled_optim.rule.fields.Option`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.parameters import advising, alternatives, canonical_name, matches, parameter_name
-from compiled_optim.rule.fields import Option, Scale, built_in, hint, mistyped
+from compiled_optim.rule.fields import LR_SCALE, Option, built_in, hint, is_per_parameter, mistyped
+from compiled_optim.rule.transforms import lr_factor
 
 T = TypeVar("T")
 
@@ -85,22 +86,22 @@ def kept(chosen: Any) -> Any:
     return ByName(chosen) if isinstance(chosen, Mapping) and not isinstance(chosen, ByName) else chosen
 
 
-def ignores_prefixes(scales: Iterable[Scale], groups: Sequence[Mapping[str, Any]]) -> bool:
+def ignores_prefixes(groups: Sequence[Mapping[str, Any]]) -> bool:
     """Return whether lookups of names ignore prefixes of module wrappers: if all names differ without them."""
-    if not any([isinstance(group.get(scale.name), Mapping) for scale in scales for group in groups]):
+    if not any([isinstance(group.get(LR_SCALE), Mapping) for group in groups]):
         return False  # no lookups
     names = {name for group in groups for name in group.get("param_names", ())}
     return len(set(map(canonical_name, names))) == len(names)
 
 
 @advising()
-def number_of(scale: Scale, group: Mapping[str, Any], group_index: int, index: int, *, by_short_name: bool = True) -> float:
-    """Return :meth:`Scale.number` of one parameter of a group; ``by_short_name`` is from :func:`ignores_prefixes`."""
-    chosen, name = group.get(scale.name), next(iter(_names(group, index)), None)
+def lr_scale_of(group: Mapping[str, Any], group_index: int, index: int, *, by_short_name: bool = True) -> float:
+    """Return :func:`lr_factor` of one parameter of a group; ``by_short_name`` is from :func:`ignores_prefixes`."""
+    chosen, name = group.get(LR_SCALE), next(iter(_names(group, index)), None)
     where = f"'{parameter_name(group, group_index, index)}'"
     if isinstance(chosen, ByName) and name is not None and by_short_name:
         name = chosen.key_of(name)
-    return scale.number(chosen, name, group["params"][index], where)
+    return lr_factor(chosen, name, group["params"][index], where)
 
 
 @advising()
@@ -128,34 +129,29 @@ def patterns_of(options: Sequence[Option], group: Mapping[str, Any]) -> list[tup
     return [(option.name, pattern) for option in options if option.patterns for pattern in group.get(option.name) or ()]
 
 
-def check_choices(
-    scales: Sequence[Scale], options: Sequence[Option], group: Mapping[str, Any], before: Mapping[str, Any], index: int
-) -> None:
-    """Run :func:`number_of` and :func:`choices_of` for the parameters of ``param_groups[index]`` that are not lazy.
+def check_choices(options: Sequence[Option], group: Mapping[str, Any], before: Mapping[str, Any], index: int) -> None:
+    """Run :func:`lr_scale_of` and :func:`choices_of` for the parameters of ``param_groups[index]`` that are not lazy.
 
     Raise their errors, and ``ValueError`` where a number that no step reads replaces numbers that steps read ``before``.
     """
-    for scale in scales:
-        chosen = group.get(scale.name)
-        if scale.is_read(before.get(scale.name)) and chosen is not None and not scale.is_read(chosen):
-            allowed = "must be a dict, a function or None, which stands for 1"
-            raise ValueError(f"{scale.name} of param_groups[{index}] {allowed}, got {chosen!r}; steps do not read a number")
+    scale = group.get(LR_SCALE) if any(option.name == LR_SCALE for option in options) else None
+    is_read = is_per_parameter(scale)
+    if scale is not None and not is_read and is_per_parameter(before.get(LR_SCALE)):
+        allowed = "must be a dict, a function or None, which stands for 1"
+        raise ValueError(f"{LR_SCALE} of param_groups[{index}] {allowed}, got {scale!r}; steps do not read a number")
     if not isinstance(group["params"], Sequence):
         return  # params are being assigned
     shaped = [j for j, param in enumerate(group["params"]) if not is_lazy(param)]
-    for scale in scales if len(group.get("param_names") or ()) in (0, len(group["params"])) else ():
-        if scale.is_read(group.get(scale.name)):
-            entries = {**group, scale.name: kept(group[scale.name])}
-            for j in shaped:
-                number_of(scale, entries, index, j)
+    if is_read and len(group.get("param_names") or ()) in (0, len(group["params"])):
+        entries = {**group, LR_SCALE: kept(scale)}
+        for j in shaped:
+            lr_scale_of(entries, index, j)
     if any([group.get(o.name, o.default) != o.default for o in options]):
         for j in shaped:
             choices_of(options, group, index, j)
 
 
-def check_names(
-    scale: Scale, chosen: ByName, names: Sequence[str], aliases: Mapping[str, str], *, by_short_name: bool
-) -> None:
+def check_names(chosen: ByName, names: Sequence[str], aliases: Mapping[str, str], *, by_short_name: bool) -> None:
     """Raise ``ValueError`` where ``chosen`` has none of ``names``, those of all parameters, or misspells one of them.
 
     A further name of a tied parameter, which ``aliases`` maps to its first name, must have the same number. Other keys may
@@ -165,12 +161,12 @@ def check_names(
     keys = {name: chosen.key_of(name) if by_short_name else name for name in every}
     for name, key in keys.items():
         if name not in first_names and key in chosen and chosen[key] != chosen.get(keys.get(aliases[name], aliases[name])):
-            raise ValueError(f"{scale.name} has another number for '{key}' than for '{aliases[name]}', which it is tied to")
+            raise ValueError(f"{LR_SCALE} has another number for '{key}' than for '{aliases[name]}', which it is tied to")
     known = {*keys.values(), *(map(canonical_name, every) if by_short_name else ())}
     unknown = [key for key in chosen if not (key in known or (isinstance(key, str) and canonical_name(key) in known))]
     if not unknown or not names:
         return
-    message = f"{scale.name} has a number for {{!r}}, which no parameter is called"
+    message = f"{LR_SCALE} has a number for {{!r}}, which no parameter is called"
     if len(unknown) == len(chosen):
         raise ValueError(message.format(unknown[0]) + hint(str(unknown[0]), every))
     short = {canonical_name(str(key)): key for key in unknown}
@@ -179,16 +175,16 @@ def check_names(
         raise ValueError(f"{message.format(short[key])}; did you mean {unset[wanted]}?")
 
 
-def check_kept(choices: Iterable[Scale | Option], group: Mapping[str, Any], gone: set[str], left: Collection[str]) -> None:
-    """Raise ``ValueError`` where a group's choice names only parameters that are ``gone``, and none that are ``left``."""
-    for choice in choices:
-        keys = group.get(choice.name) or ()
-        is_by_name = choice.patterns if isinstance(choice, Option) else isinstance(keys, Mapping)
+def check_kept(options: Iterable[Option], group: Mapping[str, Any], gone: set[str], left: Collection[str]) -> None:
+    """Raise ``ValueError`` where a group's option names only parameters that are ``gone``, and none that are ``left``."""
+    for option in options:
+        keys = group.get(option.name) or ()
+        is_by_name = option.patterns or (option.name == LR_SCALE and isinstance(keys, Mapping))
         for key in itertools.chain(*map(alternatives, map(str, keys))) if is_by_name else ():
             matched = {name for name in (*gone, *left) if matches(key, [name])}
             if matched and matched <= gone:
-                message = f"{choice.name} has {key!r} for '{min(matched)}', which a tensor without a name replaced"
-                raise ValueError(f"{message}: assign param_names, or another {choice.name}, to the group")
+                message = f"{option.name} has {key!r} for '{min(matched)}', which a tensor without a name replaced"
+                raise ValueError(f"{message}: assign param_names, or another {option.name}, to the group")
 
 
 def warn_of_unused(options: Sequence[Option], groups: Sequence[Mapping[str, Any]], known: Collection[str]) -> set[str]:

@@ -33,7 +33,7 @@ from compiled_optim.interop.forms import indexed
 from compiled_optim.interop.replace_files import Keep, in_memory
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Hyper, Option, Scale, Static
+from compiled_optim.rule.fields import LR_SCALE, Hyper, Option, Static, is_per_parameter
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.transforms import DECOUPLED
 from compiled_optim.state import StateForm
@@ -194,7 +194,7 @@ def _in_storage(kind: type[Declared], groups: Sequence[ParamGroup], saved: dict[
     if not is_shared or hypers - {"max_lr"} != {"lr", "weight_decay", *options} - {"adam_wd"}:
         raise ValueError(f"optimi has no {kind.__name__}")
     for index, group in enumerate(groups):
-        if (is_scaled := Scale.is_read(group.get("lr_scale"))) or group.get("weights") == "stochastic":
+        if (is_scaled := is_per_parameter(group.get(LR_SCALE))) or group.get("weights") == "stochastic":
             choice = "'lr_scale'" if is_scaled else "weights='stochastic'"
             raise ValueError(f"param_groups[{index}] has {choice}, which has no counterpart in optimi")
         keys, forms = saved["param_groups"][index]["params"], StateForm.of_group(declaration, groups, index)
@@ -220,7 +220,7 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared], keep: Keep 
     Checkpoint.of(state_dict).refuse_foreign("optimi")
     state: dict[int, dict[str, Any]] = {}
     fields = (field for kind in kinds for each in (Hyper, Static, Option) for field in kind._fields_of(each))
-    groups, keys = [], {"maximize", *(field.name for field in fields)}
+    groups, keys = [], {"maximize", *(field.name for field in fields)} - {LR_SCALE}
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}]"
         names = dict(zip(group["params"], parameter_names(group, i), strict=True))

@@ -24,7 +24,7 @@ from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obs
 from compiled_optim.memory.torch_internals import in_range, is_capturing, mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import Number, Scale, hyper, static
+from compiled_optim.rule.fields import Number, hyper, is_per_parameter, static
 from compiled_optim.state import ParamState
 from compiled_optim.step.engine import Engine
 from compiled_optim.step.step import Step
@@ -510,7 +510,7 @@ def _refuse(options: Mapping[str, Any]) -> None:
         value = options.get(name)
         if value is not None and value is not False:
             raise ValueError(f"LBFGS does not support {name}={value}")
-    if Scale.is_read(options.get("lr_scale")):
+    if is_per_parameter(options.get("lr_scale")):
         raise ValueError("LBFGS does not support lr_scale: several parameters count as one vector, which has one lr")
 
 

@@ -18,11 +18,12 @@ from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import advising, canonical_name, parameter_name, parameter_names, parameters_of
-from compiled_optim.groups.per_parameter import ignores_prefixes, number_of
+from compiled_optim.groups.per_parameter import ignores_prefixes, lr_scale_of
 from compiled_optim.memory import layout, torch_internals
 from compiled_optim.memory.addresses import Addresses, gradient
 from compiled_optim.plan.output_memory import NO_OUTPUTS, OutputMemory
 from compiled_optim.rule.declared import rule_name
+from compiled_optim.rule.fields import LR_SCALE
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.rule import NUMBERS, NUMEL, Declaration, Rule
 from compiled_optim.state import OptimizerState, ParamState, StateForm, has_declared_entries, initial_values
@@ -306,10 +307,9 @@ def partition(
     """
     entries: list[tuple[Member, Rule, dict[str, Any]]] = []
     for i, (rule, group) in enumerate(zip(rules, groups, strict=True)):
-        by_short_name, scalars = ignores_prefixes(rule.scales, groups), rule.scalar_names
+        by_short_name, scalars = ignores_prefixes(groups), rule.scalar_names
         initial = initial_values(rule, {**group.for_compiled_code, "differentiable": group.get("differentiable", False)})
-        rounding_seed = group.get("rounding_seed", 0)
-        scales = [scale for scale in rule.scales if scale.is_read(group.get(scale.name))]
+        rounding_seed, is_scaled = group.get("rounding_seed", 0), rule.scales_lr and group.get(LR_SCALE) is not None
         initial_copy = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in initial.items()}
         names = parameter_names(group, i)
         forms = StateForm.of_group(rule, groups, i)
@@ -335,7 +335,7 @@ def partition(
             if not param_state and not hasattr(group.kind, "share_memory"):  # else state exists from construction on
                 param_state.initial = initial_copy
             param_state.update_quietly(form.missing(form.buffers, param_state, initial))
-            numbers = {s.name: number_of(s, group, i, j, by_short_name=by_short_name) for s in scales}
+            numbers = {LR_SCALE: lr_scale_of(group, i, j, by_short_name=by_short_name)} if is_scaled else {}
             digest = hashlib.blake2b(f"{rounding_seed} {canonical_name(name)}".encode(), digest_size=3).digest()
             numbers["seed"] = float(int.from_bytes(digest, "big"))  # by name, so equal on replicas and after a resume
             entries.append((Member(param, groups, i, j, param_state, (*scalars, *form.buffers), numbers), rule, choices))

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.param_group import ParamGroup, inherited
 from compiled_optim.groups.parameters import canonical_name, first_three, matches, parameter_names
-from compiled_optim.groups.per_parameter import choices_of, ignores_prefixes, number_of, patterns_of
+from compiled_optim.groups.per_parameter import choices_of, ignores_prefixes, lr_scale_of, patterns_of
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.model import Listed, Model, listed_parameters, roles
@@ -20,7 +20,7 @@ from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.reports.finding import Finding
 from compiled_optim.reports.memory import bytes_of
 from compiled_optim.rule.declared import Declared, rule_name
-from compiled_optim.rule.fields import Hyper, Scale
+from compiled_optim.rule.fields import LR_SCALE, Hyper
 from compiled_optim.rule.rule import RULE, WHY, ByName
 from compiled_optim.rule.storage import PARTS
 from compiled_optim.state import has_declared_entries
@@ -192,13 +192,13 @@ def _number(value: Any) -> Any:
 
 
 def _grouped(group: _Group) -> Iterator[_Grouped]:
-    entries, kind, scales = group.entries, group.kind, group.kind._fields_of(Scale)
-    by_short_name = ignores_prefixes(scales, group.engine.groups.listed)
-    for index, (name, param) in enumerate(zip(parameter_names(entries, group.group_index), entries["params"], strict=True)):
+    entries, kind, group_index, scales_lr = group.entries, group.kind, group.group_index, group.kind._declaration.scales_lr
+    by_short_name = ignores_prefixes(group.engine.groups.listed)
+    for index, (name, param) in enumerate(zip(parameter_names(entries, group_index), entries["params"], strict=True)):
         choices, factors = {}, []
         if not is_lazy(param):
-            choices = choices_of(kind._declaration.options, entries, group.group_index, index)
-            factors = [number_of(s, entries, group.group_index, index, by_short_name=by_short_name) for s in scales]
+            choices = choices_of(kind._declaration.options, entries, group_index, index)
+            factors = [lr_scale_of(entries, group_index, index, by_short_name=by_short_name)] if scales_lr else []
             if kind._lr_ratio is not None and param.dim() > 1 and param.numel():
                 factors.append(ByName(kind._lr_ratio)({**entries, "shape": param.shape}))
         matched = [pattern for pattern in group.patterns if matches(pattern, [name])]
@@ -288,7 +288,7 @@ def _of_groups(groups: Sequence[_Group]) -> Iterator[Finding]:
 
 def _unused(listed: Mapping[str, Listed], groups: Sequence[_Group], grouped: Sequence[_Grouped]) -> Iterator[Finding]:
     names = {canonical_name(n) for n in (*(n for e in listed.values() for n in e.names), *(p.name for p in grouped))}
-    scales = [group.entries.get(scale.name) for group in groups for scale in group.kind._fields_of(Scale)]
+    scales = [g.entries.get(LR_SCALE) for g in groups if g.kind._declaration.scales_lr]
     matched = {pattern for each in grouped for pattern in each.patterns}
     unused = [pattern for group in groups for pattern in group.patterns if pattern not in matched]
     unused += [key for scale in scales if isinstance(scale, Mapping) for key in scale if canonical_name(key) not in names]

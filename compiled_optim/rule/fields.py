@@ -95,10 +95,25 @@ Number: TypeAlias = float | Tensor  # a hyperparameter as a user may give it: a 
 PerParameter: TypeAlias = Mapping[str, float] | Callable[[Any, Tensor], float]
 """A number for each parameter: by name, or a function of the name, None without names, and the parameter."""
 
-IGNORED = ("foreach", "capturable", "fused")  # entries of a group that other code writes, and no step reads
+LR_SCALE = "lr_scale"
+"""The option that assigns a factor of ``lr`` to each parameter."""
 
 # torch.optim's wording in its own error messages, where it is not "<name> value".
 _LABELS = {"lr": "learning rate", "eps": "epsilon value", "betas": "beta parameter at index {index}"}
+
+
+def is_per_parameter(value: Any) -> bool:
+    """Return whether ``value`` is a :data:`PerParameter`: a dict or a function."""
+    return isinstance(value, Mapping) or callable(value)
+
+
+def is_ignored(name: str, value: Any) -> bool:
+    """Return whether an entry of a group is one that other code writes, and no step reads.
+
+    A plain number ``lr_scale`` is for the user's code, as in torch.optim; timm's schedulers multiply by it.
+    """
+    is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
+    return name in ("foreach", "capturable", "fused") or (name == LR_SCALE and is_number)
 
 
 def _described(name: str, where: str) -> str:
@@ -259,46 +274,6 @@ class Static(Choice):
 
     kw_only: bool = False
     init: bool = True
-
-
-@dataclass(frozen=True)
-class Scale(Choice):
-    """A :data:`PerParameter` option: a number for each parameter, 1 by default, which ``coefficients`` may read.
-
-    A plain number in a group is for the user's code, as in torch.optim; no step reads it. timm's schedulers multiply by it.
-    """
-
-    def check(self, value: Any, where: str = "") -> None:
-        """Raise ``TypeError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
-        is_number = isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1)
-        if not (value is None or self.is_read(value) or (is_number and where)):
-            wanted = "a dict name -> number or a function (name, parameter) -> number"
-            raise TypeError(f"{_described(self.name, where)} must be {wanted}, got {value!r}")
-
-    @staticmethod
-    def is_read(value: Any) -> bool:
-        """Return whether steps read ``value``: a dict or a function."""
-        return isinstance(value, Mapping) or callable(value)
-
-    def number(self, value: Any, name: str | None, param: Tensor, where: str) -> float:
-        """Return the number that ``value`` assigns to ``param``, named ``name``, and ``where`` in messages.
-
-        Raise an error where it is no finite number >= 0, or where ``name`` is None and ``value`` needs it.
-        """
-        if not self.is_read(value):
-            return 1.0
-        try:
-            number = value.get(name, 1.0) if isinstance(value, Mapping) else value(name, param)
-        except (TypeError, ValueError, AttributeError) as error:
-            if name is not None:
-                raise
-            raise type(error)(f"{self.name} of {where}, a parameter without a name, raises: {error}") from error
-        if name is None and isinstance(value, Mapping):
-            raise ValueError(f"{self.name} has numbers by name, and {where} has no name")
-        scale = Hyper(1.0, ge=0, name=self.name)
-        element = float(scale.elements(number, where)[0])
-        scale.check(element, 0, where)
-        return element
 
 
 @dataclass(frozen=True)

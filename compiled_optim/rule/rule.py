@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from compiled_optim.rule.fields import Buffer, Fact, Hyper, Option, Scalar, Scale, Static, hint
+from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Hyper, Option, Scalar, Static, hint
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.outputs import SUMS
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
@@ -26,7 +26,7 @@ Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # the unit that
 Decays: TypeAlias = Literal["gradient", "weights", None]
 """``"gradient"`` where ``update`` adds ``c.weight_decay`` times the parameter to the gradient."""
 
-NUMBERS = ("resolution", "lr_scale", "seed")
+NUMBERS = ("resolution", LR_SCALE, "seed")
 """Numbers of each parameter for ``coefficients``: its dtype's machine epsilon, its group's choice, a random number."""
 
 NUMEL = "numel"
@@ -87,7 +87,6 @@ class Declaration:
     name: str
     hypers: tuple[Hyper, ...]
     statics: tuple[Static, ...]
-    scales: tuple[Scale, ...]
     options: tuple[Option, ...]
     facts: tuple[Fact, ...]
     buffers: tuple[Buffer, ...]
@@ -100,6 +99,11 @@ class Declaration:
         return ()
 
     @functools.cached_property
+    def scales_lr(self) -> bool:
+        """Whether groups have :data:`LR_SCALE`."""
+        return any(option.name == LR_SCALE for option in self.options)
+
+    @functools.cached_property
     def structural_hypers(self) -> tuple[str, ...]:
         """The hyperparameters that decide, by being 0 or not, whether a buffer exists."""
         conditions = {b.when for b in self.buffers if isinstance(b.when, str)}
@@ -109,7 +113,7 @@ class Declaration:
     def structural_entries(self) -> frozenset[str]:
         """The entries of a group that shape its steps."""
         fixed = (h for h in self.hypers if h.fixed)
-        chosen = (field.name for field in (*self.statics, *self.options, *self.scales, *fixed))
+        chosen = (field.name for field in (*self.statics, *self.options, *fixed))
         return frozenset({"params", "maximize", "differentiable", TRAIN_MODE, RULE, *chosen})
 
     @functools.cached_property

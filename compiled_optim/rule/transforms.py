@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from compiled_optim.rule.fields import Hyper, Option, Scale, Static, check_patterns
+from compiled_optim.rule.fields import LR_SCALE, Hyper, Option, Static, check_patterns, is_per_parameter
 from compiled_optim.rule.rule import NUMEL, ByName, Rule, Values, mean
 from compiled_optim.rule.vocabulary import floor, maximum, product, sign, where
 
@@ -80,11 +80,41 @@ def lr_scaled(rule: Rule) -> Rule:
         return rule
 
     def coefficients(values: Values) -> dict[str, Any]:
-        scaled = {name: values[name] * values["lr_scale"] for name in rates if name in values}
+        scaled = {name: values[name] * values[LR_SCALE] for name in rates if name in values}
         return rule.coefficients({**values, **scaled})
 
-    choice = Scale(default=None, name="lr_scale")
-    return dataclasses.replace(rule, scales=(*rule.scales, choice), coefficients=coefficients)
+    choice = Option(None, valid=_check_scale, name=LR_SCALE)
+    return dataclasses.replace(rule, options=(*rule.options, choice), coefficients=coefficients)
+
+
+_FACTOR = Hyper(1.0, ge=0, name=LR_SCALE)
+
+
+def lr_factor(value: Any, name: str | None, param: Tensor, where: str) -> float:
+    """Return the factor of ``lr`` that a ``value`` of ``lr_scale`` assigns to ``param``, called ``where`` in messages.
+
+    It is 1 for a value that assigns none. Raise an error where it is no finite number >= 0, or where ``name`` is None and
+    ``value`` needs it.
+    """
+    if not is_per_parameter(value):
+        return 1.0
+    try:
+        number = value.get(name, 1.0) if isinstance(value, Mapping) else value(name, param)
+    except (TypeError, ValueError, AttributeError) as error:
+        if name is not None:
+            raise
+        raise type(error)(f"{LR_SCALE} of {where}, a parameter without a name, raises: {error}") from error
+    if name is None and isinstance(value, Mapping):
+        raise ValueError(f"{LR_SCALE} has numbers by name, and {where} has no name")
+    factor = float(_FACTOR.elements(number, where)[0])
+    _FACTOR.check(factor, 0, where)
+    return factor
+
+
+def _check_scale(value: Any, what: str) -> None:
+    if value is not None and not is_per_parameter(value):
+        wanted = "a dict name -> number or a function (name, parameter) -> number"
+        raise TypeError(f"{what} must be {wanted}, got {value!r}")
 
 
 LEAST = 1e-3  # the least share of moving elements by which steps are divided

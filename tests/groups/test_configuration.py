@@ -13,7 +13,7 @@ import torch
 from catalog import registry
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Choice, Hyper, Scale
+from compiled_optim.rule.fields import Choice, Hyper
 
 
 class Listed(Sequence):
@@ -84,9 +84,7 @@ BOOLS = [
     (k, c.name)
     for k in registry()
     for c in k._fields_of(Choice)
-    if type(c.default) is bool
-    and not isinstance(c, Scale)
-    and c.name in ("nesterov", "amsgrad", "centered", "maximize", "cautious", "decouple_lr")
+    if type(c.default) is bool and c.name in ("nesterov", "amsgrad", "centered", "maximize", "cautious", "decouple_lr")
 ]
 
 

@@ -9,7 +9,7 @@ import torch
 from catalog import registry
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Option, Scale
+from compiled_optim.rule.fields import Option
 
 P = torch.nn.Parameter
 
@@ -45,7 +45,7 @@ CHOICES: dict[str, Any] = {
 
 
 def test_these_are_all_options_by_name() -> None:
-    found = {o.name for kind in registry() for o in (*kind._fields_of(Option), *kind._fields_of(Scale))}
+    found = {o.name for kind in registry() for o in kind._fields_of(Option)}
     by_name = {o.name for kind in registry() for o in kind._fields_of(Option) if o.patterns}
     assert by_name | {"lr_scale"} == {*CHOICES} <= found
 
