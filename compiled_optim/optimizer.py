@@ -34,7 +34,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Choice, Hyper, Number, PerParameter, Static, added, flag
+from compiled_optim.rule.fields import Hyper, Number, Option, PerParameter, Static, added, option
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, Weights
 from compiled_optim.rule.transforms import Split
@@ -118,14 +118,14 @@ class CompiledOptimizer(Declared, Optimizer):
     """
 
     params: ParamsT
-    maximize: bool = flag(default=False, kw_only=True)
-    foreach: bool | None = flag(default=None, kw_only=True)
-    capturable: bool = flag(default=False, kw_only=True)
-    differentiable: bool = flag(default=False, kw_only=True)
-    fused: bool | None = flag(default=None, kw_only=True)
-    max_grad_norm: float | Tensor | None = flag(default=None, kw_only=True)
-    skip_nonfinite: bool = flag(default=False, kw_only=True)
-    lowering: LoweringName = flag(default="auto", kw_only=True)
+    maximize: bool = option(default=False, kw_only=True)
+    foreach: bool | None = option(default=None, kw_only=True)
+    capturable: bool = option(default=False, kw_only=True)
+    differentiable: bool = option(default=False, kw_only=True)
+    fused: bool | None = option(default=None, kw_only=True)
+    max_grad_norm: float | Tensor | None = option(default=None, kw_only=True)
+    skip_nonfinite: bool = option(default=False, kw_only=True)
+    lowering: LoweringName = option(default="auto", kw_only=True)
     decouple_wd: bool | None = added(default=None, kw_only=True)
     decouple_lr: bool = added(default=False, kw_only=True)
     max_lr: Number | None = added(default=None, kw_only=True)
@@ -151,7 +151,7 @@ class CompiledOptimizer(Declared, Optimizer):
         statics = {s.name: s.default for s in self._fields_of(Static) if not s.init}
         options = built_in_entries(type(self), {**statics, **self._arguments(args, kwargs)})
         params = options.pop("params")
-        for choice in self._fields_of(Choice):
+        for choice in self._fields_of(Option):
             choice.check(options[choice.name])
         if options["fused"] and options["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")  # torch's words

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.read import FORMAT_VERSION
 from compiled_optim.groups.param_group import ParamGroup
-from compiled_optim.rule.fields import LR_SCALE, Flag, is_per_parameter
+from compiled_optim.rule.fields import LR_SCALE, is_per_parameter
 from compiled_optim.rule.rule import RULE, WHY
 from compiled_optim.state import OptimizerState
 
@@ -32,7 +32,7 @@ def save(groups: Sequence[ParamGroup], state: OptimizerState, aliases: Mapping[s
         declaration = group.kind._declaration
         numbers = dict(zip(group["params"], indices, strict=False))  # the last index of each, as in torch.optim
         floats = group.floats()
-        flags = {flag.name: flag.default for flag in group.kind._fields_of(Flag) if flag.name != "maximize"}
+        flags = {name: flag.default for name, flag in group.kind._flags().items() if name != "maximize"}
         packed = {k: flags.get(k, v) for k, v in group.items() if k not in floats and k not in ("params", WHY)}
         packed |= {LR_SCALE: 1.0} if declaration.scales_lr and is_per_parameter(packed.get(LR_SCALE)) else {}
         packed |= {RULE: group.kind.__name__} if RULE in packed else {}

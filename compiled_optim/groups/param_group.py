@@ -29,7 +29,7 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import BUILT_IN, LR_SCALE, Choice, Hyper, Option, Static, built_in, is_ignored, warn_of_entry
+from compiled_optim.rule.fields import BUILT_IN, LR_SCALE, Hyper, Option, Static, built_in, is_ignored, warn_of_entry
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 from compiled_optim.rule.transforms import check_decay
 
@@ -407,7 +407,7 @@ def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
 
 def group_keys(kind: type[Declared]) -> list[str]:
     """Return the keys that a group of ``kind`` may have besides its parameters."""
-    fields = (f for of_kind in (Hyper, Static, Option) for f in kind._fields_of(of_kind))
+    fields = *kind._fields_of(Hyper), *kind._fields_of(Static), *kind._declaration.options
     return [*(f.name for f in fields), *kind._group_flags, *kind._modes, RULE]
 
 
@@ -481,7 +481,7 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     """
     where, entries, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}
-    for choice in kind._fields_of(Choice):
+    for choice in kind._fields_of(Option):
         value = group.get(choice.name, choice.default)
         if not is_ignored(choice.name, value):
             choice.check(value, where)

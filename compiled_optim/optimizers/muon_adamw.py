@@ -13,7 +13,7 @@ from compiled_optim.model import roles
 from compiled_optim.optimizer import engine_of
 from compiled_optim.optimizers.adamw import AdamW
 from compiled_optim.optimizers.muon import Muon
-from compiled_optim.rule.fields import Number, flag, static
+from compiled_optim.rule.fields import Number, option, static
 from compiled_optim.rule.rule import RULE, WHY
 
 _FOR_ADAMW = "*embed*|*wte*|*wpe*|lm_head.*|*.lm_head.*|head.*|*.head.*|*classifier*|*norm*|*bias*"
@@ -36,13 +36,13 @@ class MuonAdamW(Muon):
     """
 
     adjust_lr_fn: str | None = static(default="match_rms_adamw", doc="as Muon's; the default lets one ``lr`` suit both.")
-    adamw: str | None = flag(
+    adamw: str | None = option(
         default=None, kw_only=True, doc="patterns of names; None is for usual names of embeddings, heads and norms."
     )
-    adamw_lr: Number | None = flag(default=None, kw_only=True, doc="AdamW's ``lr``; None is ``lr``.")
-    adamw_betas: tuple[Number, Number] = flag(default=(0.9, 0.95), kw_only=True, doc="AdamW's ``betas``.")
-    adamw_eps: Number = flag(default=1e-8, kw_only=True, doc="AdamW's ``eps``.")
-    adamw_weight_decay: Number | None = flag(default=None, kw_only=True, doc="AdamW's; None is ``weight_decay``.")
+    adamw_lr: Number | None = option(default=None, kw_only=True, doc="AdamW's ``lr``; None is ``lr``.")
+    adamw_betas: tuple[Number, Number] = option(default=(0.9, 0.95), kw_only=True, doc="AdamW's ``betas``.")
+    adamw_eps: Number = option(default=1e-8, kw_only=True, doc="AdamW's ``eps``.")
+    adamw_weight_decay: Number | None = option(default=None, kw_only=True, doc="AdamW's; None is ``weight_decay``.")
 
     _takes_module = True
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.optimizers import adam, adamw, sgd
-from compiled_optim.rule.fields import Number, flag, hyper
+from compiled_optim.rule.fields import Number, hyper, option
 
 _TYPES = ("weight", "bias", "norm", "output")
 
@@ -76,8 +76,8 @@ class _Scaled(CompiledOptimizer):
 
     lr: Number = hyper(default=1e-3, ge=0, doc="learning rate, as in the optimizer of this name, before scaling.")
     weight_decay: Number = hyper(default=0.0, ge=0, doc="as in the optimizer of this name; see the next argument.")
-    independent_weight_decay: bool = flag(default=True, kw_only=True, doc="divide decay by ``max_lr`` times the scale.")
-    allow_non_unit_scaling_params: bool = flag(
+    independent_weight_decay: bool = option(default=True, kw_only=True, doc="divide decay by ``max_lr`` times the scale.")
+    allow_non_unit_scaling_params: bool = option(
         default=False, kw_only=True, doc="take parameters without ``mup_type``, with scale 1, instead of refusing them."
     )
 
@@ -125,7 +125,7 @@ class SGD(_Scaled, sgd.SGD):
     Like :class:`Adam`, with SGD's update. ``lr_scale`` is :func:`lr_scale_for_sgd` by default.
     """
 
-    readout_constraint: str | None = flag(default=None, kw_only=True, doc="the ``constraint`` of the ``LinearReadout``.")
+    readout_constraint: str | None = option(default=None, kw_only=True, doc="the ``constraint`` of the ``LinearReadout``.")
 
     _scale = staticmethod(lr_scale_for_sgd)
     _scale_arguments = ("allow_non_unit_scaling_params", "readout_constraint")

@@ -13,7 +13,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from compiled_optim.rule import fields
-from compiled_optim.rule.fields import LR_SCALE, Buffer, Choice, Fact, Field, Flag, Hyper, Option, Scalar, Static
+from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Field, Hyper, Option, Scalar, Static
 from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
 from compiled_optim.rule.storage import stored
 from compiled_optim.rule.transforms import PARAM, Accumulation, cautious, decay, in_parts, lr_scaled, started, summed
@@ -38,7 +38,7 @@ _WEIGHT_DECAY: dict[Decays, str] = {
 }
 
 
-@dataclass_transform(field_specifiers=(fields.hyper, fields.static, fields.flag, fields.added))
+@dataclass_transform(field_specifiers=(fields.hyper, fields.static, fields.option, fields.added))
 class Declared:
     """Turns a class body of fields into a constructor signature and, where the body holds an update, a :class:`Rule`.
 
@@ -89,7 +89,7 @@ class Declared:
         cls._body = {n: dataclasses.replace(f, name=n) for n, f in body.items() if type(f) is not Field}
         bodies = [vars(base).get("_body", {}) for base in reversed(cls.__mro__)]
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
-        kinds = (Hyper, Static, Option, Fact, Buffer, Scalar)
+        kinds = (Hyper, Static, Fact, Buffer, Scalar)
         parts: list[Any] = [tuple(f for f in cls._declared.values() if isinstance(f, kind)) for kind in kinds]
         parts.append(ByName(cls.axes) if hasattr(cls, "axes") else None)
         cls._declaration = Declaration(cls.__name__, *parts)
@@ -154,7 +154,7 @@ class Declared:
         """Warn that a new attribute is one of the constructor's arguments, or a misspelled one, which nothing reads."""
         # A class that defines __init__ itself has no signature from here, and may set any attribute.
         arguments = tuple(inspect.signature(cls).parameters) if hasattr(cls.__init__, "__signature__") else ()
-        in_group = isinstance(cls._all_fields.get(name), (Hyper, Static, Option)) or name in cls._group_flags
+        in_group = name in cls._group_flags or name in cls._all_fields.keys() - cls._flags().keys()
         advice = (wanted := fields.misspelled(name, arguments)) and f"did you mean {wanted}?"
         if name in arguments:
             advice = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
@@ -204,9 +204,15 @@ class Declared:
 
     @classmethod
     @functools.cache
+    def _flags(cls) -> dict[str, Option]:
+        """Return, by name, the options that class bodies declare: the whole optimizer's, and torch.optim's of groups."""
+        return {name: f for name, f in cls._declared.items() if isinstance(f, Option) and not isinstance(f, Static)}
+
+    @classmethod
+    @functools.cache
     def _containers(cls) -> tuple[frozenset[str], frozenset[str]]:
         """Return the names of choices, and of tuples of numbers. Groups take containers of any type for these."""
-        choices = frozenset(f.name for f in cls._fields_of(Choice)) - {LR_SCALE}
+        choices = frozenset(f.name for f in cls._fields_of(Option)) - {LR_SCALE}
         return choices, frozenset(h.name for h in cls._fields_of(Hyper) if h.is_tuple)
 
     @classmethod
@@ -216,8 +222,8 @@ class Declared:
 
         A group stores one only when it is not the default, so that groups keep torch.optim's keys.
         """
-        choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._fields_of(Option)]
-        choices += [f for f in cls._fields_of(Flag) if f.name in cls._group_flags]
+        choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._declaration.options]
+        choices += [flag for name, flag in cls._flags().items() if name in cls._group_flags]
         choices += [h for h in cls._fields_of(Hyper) if h.when]
         known = _torch_arguments(cls.__name__) or cls._declared
         return {choice.name: choice.default for choice in choices if choice.name not in known}
@@ -257,8 +263,7 @@ def _torch_flags(cls: type[Declared]) -> dict[str, bool]:
     """Return the flags of torch.optim's optimizer of this name (or of most), and whether each is positional, last."""
     if not (arguments := _torch_arguments(cls.__name__)):
         return dict.fromkeys(("foreach", "maximize", "capturable", "differentiable", "fused"), False)
-    flags = {f.name for f in cls._fields_of(Flag)}
-    return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in arguments.items() if name in flags}
+    return {name: p.kind is p.POSITIONAL_OR_KEYWORD for name, p in arguments.items() if name in cls._flags()}
 
 
 def rule_name(kind: type[Declared]) -> str:
@@ -279,8 +284,8 @@ def _constructor_signature(cls: type[Declared], positional_flags: Sequence[str])
         hints = get_type_hints(cls)
     except NameError:  # take the annotations unevaluated
         hints = {name: hint for base in reversed(cls.__mro__) for name, hint in inspect.get_annotations(base).items()}
-    taken = [f for f in every.values() if isinstance(f, (Hyper, Flag, Option)) or (isinstance(f, Static) and f.init)]
-    keyword = [f for f in taken if isinstance(f, (Flag, Option)) or (f.when if isinstance(f, Hyper) else f.kw_only)]
+    taken = [f for f in every.values() if isinstance(f, Hyper) or (isinstance(f, Option) and f.init)]
+    keyword = [f for f in taken if (f.when if isinstance(f, Hyper) else f.kw_only)]
     positional: list[Any] = [f for f in taken if f not in keyword] + [every[name] for name in positional_flags]
     either, only = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
     kinds = {f: either for f in positional} | {f: only for f in keyword if f not in positional}

@@ -250,43 +250,24 @@ class Hyper(Field):
 
 
 @dataclass(frozen=True)
-class Choice(Field):
-    """A Python value, such as a bool, that no rule computes with. One that is ``optional`` is a bool or None."""
+class Option(Field):
+    """A Python value, such as a bool, that no rule reads as it is; one that is ``optional`` is a bool or None.
+
+    A class body declares options of the whole optimizer, and flags such as ``maximize``. An option that a transform adds is
+    one of groups: it decides, for each parameter, which code updates it and which state it has.
+
+    ``valid`` raises an error where the choice does not fit; without it the choice is a bool if the default is one. ``of``
+    does so for one parameter: it gets the group's entries, a function that tells whether one of some patterns matches the
+    parameter's name, the parameter, and its name in messages. It returns a hashable value, or None where the choice does not
+    apply to the parameter. ``suits`` tells whether a choice other than the default is of use for a parameter that no pattern
+    excludes. The choice itself may be ``patterns``, or a dict by patterns.
+    """
 
     default: Any
-    optional: bool = dataclasses.field(default=False, kw_only=True)
-
-    def check(self, value: Any, where: str = "") -> None:
-        """Raise ``TypeError`` unless ``value`` is a bool where one is needed; ``where`` is as in :meth:`Hyper.check`."""
-        if isinstance(value, bool) or not (self.optional or isinstance(self.default, bool)):
-            return
-        if not self.optional or value is not None:
-            kinds = "a bool or None" if self.optional else "a bool"
-            raise TypeError(f"{_described(self.name, where)} must be {kinds}, got {value!r}")
-
-
-@dataclass(frozen=True)
-class Static(Choice):
-    """A choice that shapes the compiled code (``amsgrad``, ``nesterov``).
-
-    With ``init=False`` the class makes the choice, and the constructor has no argument for it.
-    """
-
-    kw_only: bool = False
+    _: dataclasses.KW_ONLY
+    optional: bool = False
+    kw_only: bool = True
     init: bool = True
-
-
-@dataclass(frozen=True)
-class Option(Choice):
-    """An option of a group that decides, for each parameter, which code updates it and which state it has.
-
-    ``valid`` raises an error where the choice does not fit; without it the choice is a bool. ``of`` does so for one
-    parameter: it gets the group's entries, a function that tells whether one of some patterns matches the parameter's name,
-    the parameter, and its name in messages. It returns a hashable value, or None where the choice does not apply to the
-    parameter. ``suits`` tells whether a choice other than the default is of use for a parameter that no pattern excludes.
-    The choice itself may be ``patterns``, or a dict by patterns.
-    """
-
     valid: Callable[[Any, str], None] | None = None
     of: Callable[[Mapping[str, Any], Callable[[Sequence[str]], bool], Tensor, str], Any] | None = None
     suits: Callable[[Any, Tensor], bool] | None = None
@@ -294,10 +275,24 @@ class Option(Choice):
 
     def check(self, value: Any, where: str = "") -> None:
         """Raise ``TypeError`` or ``ValueError`` if ``value`` is no such choice; ``where`` is as in :meth:`Hyper.check`."""
-        if self.valid is None:
-            super().check(value, where)
-        elif value is not self.default:
-            self.valid(value, _described(self.name, where))
+        if self.valid is not None:
+            if value is not self.default:
+                self.valid(value, _described(self.name, where))
+            return
+        is_bool = isinstance(value, bool) or (self.optional and value is None)
+        if not is_bool and (self.optional or isinstance(self.default, bool)):
+            kinds = "a bool or None" if self.optional else "a bool"
+            raise TypeError(f"{_described(self.name, where)} must be {kinds}, got {value!r}")
+
+
+@dataclass(frozen=True)
+class Static(Option):
+    """An option of groups that rules read, and that shapes the compiled code (``amsgrad``, ``nesterov``).
+
+    With ``init=False`` the class makes the choice, and the constructor has no argument for it.
+    """
+
+    kw_only: bool = dataclasses.field(default=False, kw_only=True)
 
 
 def check_patterns(value: Any, what: str) -> None:
@@ -319,10 +314,6 @@ class Fact(Field):
             what = f"{rule}.{self.name} is a condition, but its function returns {answer!r} for the shape {tuple(shape)}"
             raise TypeError(f"{what}; coefficients may take numel, the number of elements")
         return answer
-
-
-class Flag(Choice):
-    """An argument that no rule reads (``maximize``, ``foreach``)."""
 
 
 @dataclass(frozen=True)
@@ -374,13 +365,13 @@ def hyper(*, default: Any = inspect.Parameter.empty, **bounds: Any) -> Any:
 
 
 def static(*, default: Any, kw_only: bool = False, init: bool = True, doc: str = "") -> Any:
-    """Declare a Python-valued choice; see :class:`Static`."""
-    return Static(default, kw_only, init, doc=doc)
+    """Declare an option that rules read; see :class:`Static`."""
+    return Static(default, kw_only=kw_only, init=init, doc=doc)
 
 
-def flag(*, default: Any, kw_only: Literal[True], doc: str = "") -> Any:
-    """Declare an option that no rule sees; see :class:`Flag`. ``kw_only`` is there for type checkers."""
-    return Flag(default, doc=doc)
+def option(*, default: Any, kw_only: Literal[True], doc: str = "") -> Any:
+    """Declare an option that no rule reads; see :class:`Option`. ``kw_only`` is there for type checkers."""
+    return Option(default, doc=doc)
 
 
 def added(*, default: Any, kw_only: Literal[True]) -> Any:

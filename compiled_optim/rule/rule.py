@@ -87,11 +87,11 @@ class Declaration:
     name: str
     hypers: tuple[Hyper, ...]
     statics: tuple[Static, ...]
-    options: tuple[Option, ...]
     facts: tuple[Fact, ...]
     buffers: tuple[Buffer, ...]
     scalars: tuple[Scalar, ...]
     axes: Callable[[Values], Sequence[int]] | None = None
+    options: tuple[Option, ...] = ()  # of groups, which transforms add
 
     @property
     def scalar_names(self) -> tuple[str, ...]:

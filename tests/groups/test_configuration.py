@@ -13,7 +13,7 @@ import torch
 from catalog import registry
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Choice, Hyper
+from compiled_optim.rule.fields import Hyper, Option
 
 
 class Listed(Sequence):
@@ -83,7 +83,7 @@ NUMBERS = [(k, h.name) for k in registry() for h in k._fields_of(Hyper) if not h
 BOOLS = [
     (k, c.name)
     for k in registry()
-    for c in k._fields_of(Choice)
+    for c in k._fields_of(Option)
     if type(c.default) is bool and c.name in ("nesterov", "amsgrad", "centered", "maximize", "cautious", "decouple_lr")
 ]
 
@@ -123,7 +123,7 @@ def test_numpy_numbers_are_kept_as_pythons(kind, name):
 @pytest.mark.parametrize(("kind", "name"), BOOLS, ids=lambda v: getattr(v, "__name__", v))
 def test_numpy_bools_are_kept_as_pythons(kind, name):
     for way in WAYS:
-        default = next(c.default for c in kind._fields_of(Choice) if c.name == name)
+        default = next(c.default for c in kind._fields_of(Option) if c.name == name)
         opt = made(kind, way, name, np.bool_(default))
         assert type(opt.param_groups[0].get(name, default)) is bool, way
         reread(opt)
