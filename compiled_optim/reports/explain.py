@@ -21,7 +21,7 @@ from compiled_optim.reports.finding import Finding
 from compiled_optim.reports.memory import bytes_of
 from compiled_optim.rule.declared import Declared, rule_name
 from compiled_optim.rule.fields import LR_SCALE, Hyper
-from compiled_optim.rule.rule import RULE, WHY, ByName
+from compiled_optim.rule.rule import RULE, WHY, by_name
 from compiled_optim.rule.storage import PARTS
 from compiled_optim.state import has_declared_entries
 from compiled_optim.step.engine import Engine
@@ -200,7 +200,7 @@ def _grouped(group: _Group) -> Iterator[_Grouped]:
             choices = choices_of(kind._declaration.options, entries, group_index, index)
             factors = [lr_scale_of(entries, group_index, index, by_short_name=by_short_name)] if scales_lr else []
             if kind._lr_ratio is not None and param.dim() > 1 and param.numel():
-                factors.append(ByName(kind._lr_ratio)({**entries, "shape": param.shape}))
+                factors.append(by_name(kind._lr_ratio)({**entries, "shape": param.shape}))
         matched = [pattern for pattern in group.patterns if matches(pattern, [name])]
         yield _Grouped(name, param, group, matched, choices, math.prod(factors))
 

@@ -14,7 +14,7 @@ from typing_extensions import dataclass_transform
 
 from compiled_optim.rule import fields
 from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Field, Hyper, Option, Scalar, Static
-from compiled_optim.rule.rule import ByName, Decays, Declaration, Gradients, Granularity, Rule
+from compiled_optim.rule.rule import Decays, Declaration, Gradients, Granularity, Rule, by_name
 from compiled_optim.rule.storage import stored
 from compiled_optim.rule.transforms import PARAM, Accumulation, cautious, decay, in_parts, lr_scaled, started, summed
 
@@ -91,7 +91,7 @@ class Declared:
         cls._all_fields = cls._declared = {name: field for body in bodies for name, field in body.items()}
         kinds = (Hyper, Static, Fact, Buffer, Scalar)
         parts: list[Any] = [tuple(f for f in cls._declared.values() if isinstance(f, kind)) for kind in kinds]
-        parts.append(ByName(cls.axes) if hasattr(cls, "axes") else None)
+        parts.append(by_name(cls.axes) if hasattr(cls, "axes") else None)
         cls._declaration = Declaration(cls.__name__, *parts)
         _check_references(cls._declaration)
         if hasattr(cls, "update"):
@@ -174,12 +174,12 @@ class Declared:
             raise TypeError(f"{cls.__name__} has an update without coefficients; {advice}")
         rule = Rule(
             **{field.name: getattr(cls._declaration, field.name) for field in dataclasses.fields(Declaration)},
-            coefficients=ByName(cls.coefficients),
-            update=ByName(cls.update),  # type: ignore[attr-defined]
+            coefficients=by_name(cls.coefficients),
+            update=by_name(cls.update),  # type: ignore[attr-defined]
             **{name: getattr(cls, f"_{name}") for name in ("gradients", "advice", "granularity", "decays")},
-            reductions=(ByName(cls.reduce),) if hasattr(cls, "reduce") else (),
-            adapt=ByName(cls.adapt) if hasattr(cls, "adapt") else None,
-            views={name: ByName(view) for name, view in cls._views.items()},
+            reductions=(by_name(cls.reduce),) if hasattr(cls, "reduce") else (),
+            adapt=by_name(cls.adapt) if hasattr(cls, "adapt") else None,
+            views={name: by_name(view) for name, view in cls._views.items()},
         )
         if cls._accumulation and (computed := [b.name for b in rule.buffers if callable(b.init)]):
             raise TypeError(f"{cls.__name__}.{computed[0]}: a function as init does not go with accumulation")

@@ -51,16 +51,17 @@ Values: TypeAlias = Mapping[str, Any]  # the arguments of a rule's functions, by
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class ByName:
-    """A function of a rule, called with values by name: it gets those in its signature, or all if it ends in ``**``."""
+def by_name(function: Callable[..., Any]) -> Callable[[Values], Any]:
+    """Return ``function`` as one of values by name: it gets those in its signature, or all if it ends in ``**``."""
+    kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
+    names = [name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD]
 
-    def __init__(self, function: Callable[..., Any]) -> None:
-        kinds = {p.name: p.kind for p in inspect.signature(function).parameters.values()}
-        self._function, self._takes_all = function, inspect.Parameter.VAR_KEYWORD in kinds.values()
-        self.names = tuple(name for name, kind in kinds.items() if kind is not inspect.Parameter.VAR_KEYWORD)
+    def call(values: Values) -> Any:
+        if unknown := sorted({*names} - values.keys()):
+            raise NotWritable(f"takes {unknown}, which the class does not declare{hint(unknown[0], values)}")
+        return function(**({n: values[n] for n in names} if len(names) == len(kinds) else values))
 
-    def __call__(self, values: Values) -> Any:
-        return self._function(**(values if self._takes_all else {n: values[n] for n in self.names if n in values}))
+    return call
 
 
 def _once(method: F) -> F:
@@ -310,7 +311,7 @@ class Rule(Declaration):
                 if callable(b.init):
                     values = self._element(statics, code := Code(PLAIN, "b"), names)
                     known = {n: value for n, value in values.items() if n not in {b.name for b in self.buffers}}
-                    start = self._called(f"{b.name}.init", ByName(b.init), known)
+                    start = self._called(f"{b.name}.init", by_name(b.init), known)
                     self._called(f"{b.name}.init", code.operand, start)
             for shape in _STACKS.get(self.granularity, ()):
                 self._check_stack(statics, names, shape)
@@ -531,10 +532,8 @@ class Rule(Declaration):
         return results
 
     def _called(self, title: str, function: Callable[[Values], Any], values: Values) -> Any:
-        """Call ``function`` with ``values``; it may take no other name. Messages call it ``title``."""
+        """Call ``function`` with ``values``. Messages call it ``title``."""
         where = f"{self.name}.{title}"
-        if unknown := sorted(set(function.names) - values.keys()) if isinstance(function, ByName) else []:
-            raise TypeError(f"{where} takes {unknown}, which the class does not declare{hint(unknown[0], values)}")
         try:
             return function(values)
         except Exception as error:

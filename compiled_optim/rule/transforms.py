@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule.fields import LR_SCALE, Hyper, Option, Static, check_patterns, is_per_parameter
-from compiled_optim.rule.rule import NUMEL, ByName, Rule, Values, mean
+from compiled_optim.rule.rule import NUMEL, Rule, Values, by_name, mean
 from compiled_optim.rule.vocabulary import floor, maximum, product, sign, where
 
 PARAM = "param"  # the ``init`` of a buffer that begins as a copy of the parameter
@@ -27,7 +27,7 @@ def started(rule: Rule) -> Rule:
 
     The parameter has all its bits.
     """
-    first = {b.name: ByName(b.init) for b in rule.buffers if callable(b.init)}
+    first = {b.name: by_name(b.init) for b in rule.buffers if callable(b.init)}
     names = [b.name for b in rule.buffers if b.init == PARAM or b.name in first]
     if not names:
         return rule
