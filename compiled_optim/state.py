@@ -9,6 +9,7 @@ its shard.
 from __future__ import annotations
 
 import contextlib
+from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -198,11 +199,7 @@ class StateForm(NamedTuple):
     ) -> Callable[[int], StateForm]:
         """Return a function: position in ``groups[index]["params"]`` -> form, once the group has the ``loaded`` entries."""
         group, numbers, params = groups[index], loaded or {}, groups[index]["params"]
-        statics = {
-            s.name: numbers[s.name] if s.name in numbers else group.get(s.name, s.default) for s in declaration.statics
-        }
-        fixed = [h for h in declaration.hypers if h.fixed]
-        statics |= {h.name: h.choice(numbers[h.name] if h.name in numbers else group[h.name]) for h in fixed}
+        statics = declaration.choices(ChainMap(dict(numbers), group))
         structural = {n: numbers[n] != 0 if n in numbers else group.nonzero(n) for n in declaration.structural_hypers}
         options = [option for option in declaration.options if option.name in group]
         cache: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}

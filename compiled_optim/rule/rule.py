@@ -128,6 +128,11 @@ class Declaration:
         ]
         return {"maximize": False, **{field.name: field.default for field in chosen}}
 
+    def choices(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the choices in a group's ``entries``: static ones, and of hyperparameters, None where these are numbers."""
+        statics = {s.name: entries.get(s.name, s.default) for s in self.statics}
+        return statics | {h.name: h.choice(entries.get(h.name)) for h in self.hypers if h.fixed}
+
     @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
         """Return the hyperparameters that a rule may read under these static choices."""
@@ -320,8 +325,7 @@ class Rule(Declaration):
         """Yield every combination of the boolean choices; of those that transforms added, only the last is true."""
         free = [s.name for s in self.statics if isinstance(s.default, bool) and s.init and s.name not in self.added]
         free += [*(f.name for f in self.facts), *self.structural_hypers]
-        fixed = {s.name: s.default for s in self.statics} | dict.fromkeys(self.added[-1:], True)
-        fixed |= {h.name: None for h in self.hypers if h.fixed}
+        fixed = self.choices({}) | dict.fromkeys(self.added[-1:], True)
         for values in itertools.product((False, True), repeat=len(free)):
             yield {**fixed, **dict(zip(free, values, strict=True))}
 
