@@ -27,7 +27,8 @@ from compiled_optim.groups.parameters import (
 from compiled_optim.groups.per_parameter import ByName, check_kept, check_names, ignores_prefixes, kept, warn_of_unused
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import LR_SCALE, Hyper, warn_of_entry
+from compiled_optim.rule.did_you_mean import warn_of_entry
+from compiled_optim.rule.fields import LR_SCALE, Hyper
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 

@@ -29,7 +29,8 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import BUILT_IN, LR_SCALE, Hyper, Option, Static, built_in, is_ignored, warn_of_entry
+from compiled_optim.rule.did_you_mean import warn_of_entry
+from compiled_optim.rule.fields import BUILT_IN, LR_SCALE, Hyper, Option, Static, built_in, is_ignored
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 from compiled_optim.rule.transforms import check_decay
 

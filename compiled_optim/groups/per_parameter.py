@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.parameters import advising, alternatives, canonical_name, matches, parameter_name
-from compiled_optim.rule.fields import LR_SCALE, Option, built_in, hint, is_per_parameter, mistyped
+from compiled_optim.rule.did_you_mean import hint, mistyped
+from compiled_optim.rule.fields import LR_SCALE, Option, built_in, is_per_parameter
 from compiled_optim.rule.transforms import lr_factor
 
 T = TypeVar("T")

@@ -13,6 +13,7 @@ import torch
 from typing_extensions import dataclass_transform
 
 from compiled_optim.rule import fields
+from compiled_optim.rule.did_you_mean import hint, misspelled
 from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Field, Hyper, Option, Scalar, Static
 from compiled_optim.rule.rule import Decays, Declaration, Gradients, Granularity, Rule, by_name
 from compiled_optim.rule.storage import stored
@@ -78,9 +79,7 @@ class Declared:
         for name in vars(cls).keys() & _MEANINGS:  # for help(), which shows a rule
             getattr(cls, name).__doc__ = getattr(cls, name).__doc__ or _MEANINGS[name]
         body = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
-        others = {
-            name: vars(cls)[name] for name in {"accumulation", "implied_state", "lr_ratio", "views"} & vars(cls).keys()
-        }
+        others = {n: vars(cls)[n] for n in {"accumulation", "implied_state", "lr_ratio", "views"} & vars(cls).keys()}
         for name in (*body, *others):
             delattr(cls, name)
         for name, value in (settings | others).items():
@@ -138,7 +137,7 @@ class Declared:
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            hints = (fields.hint(name, signature.parameters) for name in kwargs if f"'{name}'" in str(error))
+            hints = (hint(name, signature.parameters) for name in kwargs if f"'{name}'" in str(error))
             raise TypeError(f"{cls.__name__}() {error}{''.join(hints)}") from None
         bound.apply_defaults()
         return dict(bound.arguments)
@@ -155,7 +154,7 @@ class Declared:
         # A class that defines __init__ itself has no signature from here, and may set any attribute.
         arguments = tuple(inspect.signature(cls).parameters) if hasattr(cls.__init__, "__signature__") else ()
         in_group = name in cls._group_flags or name in cls._all_fields.keys() - cls._flags().keys()
-        advice = (wanted := fields.misspelled(name, arguments)) and f"did you mean {wanted}?"
+        advice = (wanted := misspelled(name, arguments)) and f"did you mean {wanted}?"
         if name in arguments:
             advice = f"assign param_groups[i]['{name}']" if in_group else "pass it to the constructor"
         if advice:
@@ -250,13 +249,13 @@ def _check_references(declaration: Declaration) -> None:
     for field, argument, name, known in named:
         if isinstance(name, str) and name not in known:
             there = f"must be one of {', '.join(known)}" if known else "names nothing that the class declares"
-            raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{fields.hint(name, known)}")
+            raise TypeError(f"{declaration.name}.{field.name}: {argument}={name!r} {there}{hint(name, known)}")
 
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
     """Return the message that an optimizer of this class has no hyperparameter ``name``."""
     names = [h.name for h in cls._fields_of(Hyper) if not h.when]
-    return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{fields.hint(name, names)}"
+    return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{hint(name, names)}"
 
 
 def _torch_flags(cls: type[Declared]) -> dict[str, bool]:

@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
 
-from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Hyper, Option, Scalar, Static, hint
+from compiled_optim.rule.did_you_mean import hint
+from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Hyper, Option, Scalar, Static
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.outputs import SUMS
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol

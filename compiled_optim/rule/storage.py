@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule import formats
-from compiled_optim.rule.fields import Buffer, Option, check_patterns, hint
+from compiled_optim.rule.did_you_mean import hint
+from compiled_optim.rule.fields import Buffer, Option, check_patterns
 from compiled_optim.rule.rule import EXACT, INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
 

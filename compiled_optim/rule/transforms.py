@@ -112,7 +112,7 @@ def lr_factor(value: Any, name: str | None, param: Tensor, where: str) -> float:
 
 
 def _check_scale(value: Any, what: str) -> None:
-    if value is not None and not is_per_parameter(value):
+    if not is_per_parameter(value):
         wanted = "a dict name -> number or a function (name, parameter) -> number"
         raise TypeError(f"{what} must be {wanted}, got {value!r}")
 

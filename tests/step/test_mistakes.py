@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.rule.fields import meant, misspelled
+from compiled_optim.rule.did_you_mean import meant, misspelled
 
 NAMES = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "params", "d", "t0")
 
