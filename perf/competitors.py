@@ -125,15 +125,24 @@ def end_mesh() -> None:
     """End the process group that this process made for DTensors, if it did."""
     if _mesh.cache_info().currsize:
         _mesh.cache_clear()
+        _spec.cache_clear()
         torch.distributed.destroy_process_group()
 
 
-def _sharded(tensor: Tensor) -> Tensor:
-    """Return a DTensor on this process's memory, sharded over a mesh of one."""
+@functools.cache
+def _spec(kind: str, shape: torch.Size, dtype: torch.dtype) -> Any:
+    """Return how tensors are spread over a mesh of this process alone."""
     from torch.distributed.tensor import DTensor, Shard
 
-    result = DTensor.from_local(tensor.detach(), _mesh(tensor.device.type), [Shard(0)], run_check=False)
-    return result.requires_grad_(tensor.requires_grad)
+    return DTensor.from_local(torch.empty(shape, dtype=dtype, device=kind), _mesh(kind), [Shard(0)], run_check=False)._spec
+
+
+def _sharded(tensor: Tensor) -> Tensor:
+    """Return a DTensor on this process's memory, sharded over a mesh of one. Equal ones share a spec, as FSDP2's do."""
+    from torch.distributed.tensor import DTensor
+
+    spec = _spec(tensor.device.type, tensor.shape, tensor.dtype)
+    return DTensor(tensor.detach(), spec, requires_grad=tensor.requires_grad)
 
 
 _COMPILED = {"compiled": True, "tensors": SLOW_TO_COMPILE}

@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pandas as pd
 import torch
 
-from perf.competitors import FUSED, OURS, competitor
+from perf.competitors import FUSED, OURS, SHARDED, competitor
 from perf.first_step import measure_first_step
 from perf.measure import measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row, show_table
@@ -17,7 +17,7 @@ from perf.schedulers import measure_schedulers
 from perf.workloads import TINY
 
 TRIES = 3
-ROUNDS = {"gpt2-124m": 21, "small-148": 201, "small-1000": 101, "half-billion": 21, TINY: 2}
+ROUNDS = {"gpt2-124m": 21, "small-148": 201, "matrices-148": 401, "small-1000": 101, "half-billion": 21, TINY: 2}
 FIRST_STEPS = 3
 HOST_CHECKS = 101
 SCHEDULER_ROUNDS = 21
@@ -130,6 +130,7 @@ def checks(device: torch.device, record: Record) -> list[Check]:
         _step_check("gpt2-124m", 1.05, device, record),
         _first_step_check(device, record),
         _host_check(record),
+        _sharded_check("matrices-148", device, record),
         _schedulers_check(device, record),
     ]
 
@@ -140,6 +141,7 @@ def rehearsal(device: torch.device, record: Record) -> list[Check]:
         _step_check(TINY, 1.0, device, record),
         _bandwidth_check(TINY, 1.0, device, record),
         _first_step_check(device, record, counts=(10,), repeats=1),
+        _sharded_check(TINY, device, record),
         _schedulers_check(device, record),
     ]
 
@@ -171,6 +173,25 @@ def _step_check(workload: str, limit: float, device: torch.device, record: Recor
         return {promise.name: medians[OURS] / medians[FUSED]}
 
     return _check("step", (promise,), measured, values, record)
+
+
+def _sharded_check(workload: str, device: torch.device, record: Record) -> Check:
+    promises = {
+        f"step, {gradients} gradients": Promise(
+            f"AdamW step, {workload}, {gradients} gradients: time of DTensors / plain tensors", 1.5, "ratio of medians"
+        )
+        for gradients in ("same", "fresh")
+    }
+
+    def measured() -> Iterator[list[Row]]:
+        competitors = [competitor("adamw", name) for name in (OURS, SHARDED)]
+        return measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload])
+
+    def values(rows: Sequence[Row]) -> dict[str, float]:
+        medians = {(r.metric, r.competitor): r.p50 for r in rows if (r.workload, r.optimizer) == (workload, "adamw")}
+        return {p.name: medians[metric, SHARDED] / medians[metric, OURS] for metric, p in promises.items()}
+
+    return _check("step", tuple(promises.values()), measured, values, record)
 
 
 def _first_step_check(

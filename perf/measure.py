@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 from unittest import mock
 
@@ -37,13 +37,18 @@ class Entrant:
     competitor: Competitor
     params: list[Tensor]
     optimizer: Any
+    same: dict[int, Tensor] = field(default_factory=dict)  # gradients that stay, wrapped, by id
 
     def take(self, grads: Sequence[Tensor], gradients: Gradients) -> None:
         """Set its parameters' gradients. Some optimizers drop them in a step, some write to them."""
         for param, grad in zip(self.params, grads, strict=True):
-            spoiled = self.competitor.spoils_gradients
-            taken = grad.clone() if spoiled else grad.view_as(grad) if gradients == "fresh" else grad
-            param.grad = self.competitor.wrap(taken)
+            spoiled, wrap = self.competitor.spoils_gradients, self.competitor.wrap
+            if spoiled or gradients == "fresh":
+                param.grad = wrap(grad.clone() if spoiled else grad.view_as(grad))
+            else:
+                if id(grad) not in self.same:
+                    self.same[id(grad)] = wrap(grad)
+                param.grad = self.same[id(grad)]
 
 
 def make_params(sizes: Shapes, device: torch.device, dtype: torch.dtype = torch.float32) -> list[Tensor]:

@@ -26,6 +26,7 @@ WORKLOADS: dict[str, Callable[[], Shapes]] = {
     "small-148": lambda: [(4096,)] * 148,
     "small-1000": lambda: [(4096,)] * 1000,
     "tiny-10": lambda: [(16,)] * 10,
+    "matrices-148": lambda: [(16, 16)] * 148,
     TINY: lambda: [(4, 4)] * 10,
     "30-million": lambda: [(1000, 1000)] * 30,
     "half-billion": lambda: [(1000, 1000)] * 500,

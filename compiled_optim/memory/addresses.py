@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.memory import cache
-from compiled_optim.memory.layout import is_plain, overlap_shifted
+from compiled_optim.memory.layout import is_plain, local, overlap_shifted, part_placed_like
 from compiled_optim.memory.torch_internals import (
     dispatch_key_of_subclasses,
     dispatch_keys,
@@ -46,17 +46,24 @@ class Addresses:
 
     All are dense tensors that do not wrap others. The gradients of ``others`` are not read. Kernels can read a gradient in
     place only if it has the dtype in ``grad_dtypes``, by default the tensor's.
+
+    If ``tensors`` are the local parts of DTensors, the ``owners``, then their gradients are the local parts of the owners',
+    which must be placed as these. One with another local part counts as moved. Both are told that they were written.
     """
 
     def __init__(
-        self, tensors: Sequence[Tensor], grad_dtypes: Sequence[torch.dtype] | None = None, others: Sequence[Tensor] = ()
+        self,
+        tensors: Sequence[Tensor],
+        grad_dtypes: Sequence[torch.dtype] | None = None,
+        others: Sequence[Tensor] = (),
+        owners: Sequence[Tensor] = (),
     ) -> None:
         dtypes = [t.dtype for t in tensors] if grad_dtypes is None else grad_dtypes
         # Of the last read: the gradients' addresses, 0 if missing or not readable in place; and which gradients exist.
         self.gradients: Longs = np.zeros(len(tensors), dtype=np.int64)
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
-        self._tensors = [*tensors, *others]
-        watched = (self._tensors, dtypes, self.gradients, self.present)
+        self._tensors, self._owners = [*tensors, *others], [*owners]  # kept alive: C++ reads them
+        watched = (self._tensors, dtypes, self.gradients, self.present, self._owners)
         self._watch = _cpp_watch(*watched) or _PythonWatch(*watched)
         self.read()
 
@@ -95,35 +102,62 @@ class _CppWatch(NamedTuple):
     look: Callable[[list[Tensor | None] | None, int, int, bool], int]
     finish: Callable[[], None]
     set_written: Callable[[Bytes], None]
+    sharding: Longs  # kept alive: C++ reads it
 
 
-def _cpp_watch(tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> _CppWatch | None:
+def _cpp_watch(
+    tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes, owners: list[Tensor]
+) -> _CppWatch | None:
     """Return the C++ reader of ``tensors``, or None. The first of them, one per item of ``dtypes``, may have gradients."""
     result = reader()
     if isinstance(result, str):
         return None
     offset, functions = result
-    if [ctypes.c_uint64.from_address(id(t) + offset).value for t in tensors] != [t._cdata for t in tensors]:
+    if [_word(t, offset) for t in [*tensors, *owners]] != [t._cdata for t in [*tensors, *owners]]:
+        return None
+    if (sharding := _sharding(tensors, owners)) is None:
         return None
     examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
     objects = np.array([id(t) + offset for t in tensors], dtype=np.int64)
     kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
-    pointers = [array.ctypes.data for array in (kinds, gradients, present)]
-    capsule = functions.make_watch(len(tensors), objects.ctypes.data, len(dtypes), *pointers)
+    pointers = [array.ctypes.data if len(array) else None for array in (kinds, gradients, present, sharding)]
+    capsule = functions.make_watch(offset, len(tensors), objects.ctypes.data, len(dtypes), *pointers)
     if capsule is None:
         return None
     return _CppWatch(
-        lambda grads, first, end, keep_alive: functions.look(capsule, grads, offset, first, end, keep_alive),
+        lambda grads, first, end, keep_alive: functions.look(capsule, grads, first, end, keep_alive),
         lambda: functions.finish(capsule),
         lambda written: functions.set_written(capsule, written.ctypes.data),
+        sharding,
     )
+
+
+def _word(object: object, offset: int) -> int:
+    return ctypes.c_uint64.from_address(id(object) + offset).value
+
+
+def _sharding(tensors: list[Tensor], owners: list[Any]) -> Longs | None:
+    """Return a ``Sharding`` of ``watch.cpp``, nothing without ``owners``; None if they are not all as it expects."""
+    if not owners:
+        return np.zeros(0, dtype=np.int64)
+    kind = type(owners[0])
+    held = [(kind, tensor, owner._spec) for tensor, owner in zip(tensors, owners, strict=False)]
+    words = [_word(owners[0], offset) for offset in range(0, kind.__basicsize__, 8)]
+    if any(words.count(id(value)) != 1 for value in held[0]):
+        return None
+    at = [8 * words.index(id(value)) for value in held[0]]
+    is_as_first = [[_word(o, offset) for offset in at] == [*map(id, values)] for o, values in zip(owners, held, strict=True)]
+    return np.array([id(kind), id(Tensor), *at, *map(id, owners)], dtype=np.int64) if all(is_as_first) else None
 
 
 class _PythonWatch:
     """The reader in Python, for machines that cannot compile. It always keeps the gradients alive."""
 
-    def __init__(self, tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes) -> None:
+    def __init__(
+        self, tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes, owners: list[Tensor]
+    ) -> None:
         self._tensors, self._dtypes, self._gradients, self._present = tensors, dtypes, gradients, present
+        self._owners = owners
         self._forms = _forms(tensors)
         self._kept_alive: list[Tensor | None] = []
         self._version = 0
@@ -131,25 +165,30 @@ class _PythonWatch:
 
     def look(self, grads: list[Tensor | None] | None, first: int, end: int, keep_alive: bool) -> int:
         flags = 0 if _forms(self._tensors[first:end]) == self._forms[first:end] else _MOVED
+        pairs = zip(self._owners[first:end], self._tensors[first:end], strict=False)
+        flags |= 0 if all(local(owner) is tensor for owner, tensor in pairs) else _MOVED
         if first:
             return flags
         tensors = self._tensors[: len(self._dtypes)]
-        self._kept_alive = list(map(gradient, tensors)) if grads is None else grads
+        present = list(map(gradient, self._owners or tensors)) if grads is None else grads
+        is_of_owners = grads is None and self._owners
+        self._kept_alive = list(map(part_placed_like, present, self._owners)) if is_of_owners else present
         addresses = [0] * len(tensors)
         for i, (tensor, dtype, grad) in enumerate(zip(tensors, self._dtypes, self._kept_alive, strict=True)):
             if grad is not None and _has_form_of(grad, tensor, dtype):
                 addresses[i] = grad.data_ptr() or EMPTY
-            elif grad is not None:
+            elif present[i] is not None:
                 flags |= _UNLIKE
-        self._present[:] = [grad is not None for grad in self._kept_alive]
+        self._present[:] = [grad is not None for grad in present]
         if addresses != self._gradients.tolist():
             self._version += 1
             self._gradients[:] = addresses
         return self._version << _FLAG_BITS | flags
 
     def finish(self) -> None:
-        pairs = zip(self._tensors[: len(self._written)], self._written.tolist(), strict=True)
-        torch.autograd.graph.increment_version([tensor for tensor, is_written in pairs if is_written])
+        for tensors in (self._tensors[: len(self._written)], self._owners):
+            pairs = zip(tensors, self._written.tolist(), strict=False)
+            torch.autograd.graph.increment_version([tensor for tensor, is_written in pairs if is_written])
         self._kept_alive = []
 
     def set_written(self, written: Bytes) -> None:
@@ -204,8 +243,8 @@ def reader() -> tuple[int, Any] | str:
         return str(error)
     thing, pointer, integer = ctypes.py_object, ctypes.c_void_p, ctypes.c_int64
     signatures: dict[str, tuple[Any, ...]] = {
-        "make_watch": (thing, integer, pointer, integer, pointer, pointer, pointer),
-        "look": (integer, thing, thing, integer, integer, integer, integer),
+        "make_watch": (thing, integer, integer, pointer, integer, pointer, pointer, pointer, pointer),
+        "look": (integer, thing, thing, integer, integer, integer),
         "finish": (None, thing),
         "set_written": (None, thing, pointer),
         "missing_function": (ctypes.c_char_p,),
@@ -221,8 +260,8 @@ def reader() -> tuple[int, Any] | str:
 def _offsets() -> dict[str, int] | None:
     """Return the offsets in torch's objects that watch.cpp reads, found by value in several tensors; None if ambiguous.
 
-    In a tensor: its storage, its number of dimensions with the sizes behind, and last its dispatch keys. Some of these mean
-    that its elements differ from its memory. In a storage: the address, and behind it the size.
+    In a tensor: its storage, its Python object, its number of dimensions with the sizes behind, and last its dispatch keys.
+    Some of these mean that its elements differ from its memory. In a storage: the address, and behind it the size.
     """
     complex_numbers = torch.zeros(3, 5, 7, dtype=torch.complex64)
     tensors = [torch.zeros(3, 5, 7), complex_numbers, torch.from_numpy(np.zeros((3, 5, 7)))]
@@ -230,6 +269,7 @@ def _offsets() -> dict[str, int] | None:
     keys = [dispatch_keys(t) for t in (*tensors, *others)]
     at = {
         "STORAGE_AT": _offset_of([(t._cdata, [t.untyped_storage()._cdata]) for t in tensors]),
+        "PYTHON_AT": _offset_of([(t._cdata, [id(t)]) for t in tensors]),
         "FORM_AT": _offset_of([(t._cdata, [3, 3, 5, 7]) for t in tensors]),
         "KEYS_AT": _offset_of([(t._cdata, [k]) for t, k in zip((*tensors, *others), keys, strict=True)]),
         "DATA_AT": _offset_of([(t.untyped_storage()._cdata, [t.data_ptr()]) for t in tensors], 11),

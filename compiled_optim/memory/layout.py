@@ -192,6 +192,11 @@ def local_gradient(grad: Any, param: Any) -> Tensor:
     return local(_redistributed(grad, param))
 
 
+def part_placed_like(grad: Tensor | None, param: Tensor) -> Tensor | None:
+    """Return this process's shard of ``grad``; None if that is None or placed otherwise than ``param``."""
+    return None if grad is None or placement(grad) != placement(param) else local(grad)
+
+
 def traced_part(tensor: Any, param: Any) -> Tensor:
     """Return this process's shard of ``tensor``, with the placements of ``param``, in operations that compilers trace.
 

@@ -15,7 +15,12 @@ void* PyInterpreterState_ThreadHead(void* interpreter);
 void* PyThreadState_Next(void* thread);
 char* PyCapsule_New(void* pointer, const char* name, void (*destructor)(char*));
 void* PyCapsule_GetPointer(char* capsule, const char* name);
+int PyObject_RichCompareBool(char* left, char* right, int operation);
+char* PyObject_GetAttr(char* object, char* name);
+char* PyUnicode_InternFromString(const char* name);
+void PyErr_Clear();
 void Py_IncRef(char* object);
+void Py_DecRef(char* object);
 extern char _Py_NoneStruct;
 }
 
@@ -49,6 +54,9 @@ static const auto bump_version = function<void(Handle)>("_ZN5torch8autograd4impl
 
 extern "C" const char* missing_function() { return missing; }
 
+static const int EQUAL = 2;  // Python's Py_EQ
+static const int64_t BLOCK = 16;
+
 struct Failed {};
 
 template <class T>
@@ -76,8 +84,31 @@ struct Form {  // a tensor as it was when the watch was made
   int64_t found;  // the address of that gradient
 };
 
+struct Reference {
+  char* object = nullptr;
+  ~Reference() { Py_DecRef(object); }
+  void hold(char* other) {
+    Py_IncRef(other);
+    Py_DecRef(object);
+    object = other;
+  }
+};
+
+struct Sharding {  // of DTensors whose local parts are watched; the parts of their gradients count as the parts' gradients
+  char *kind, *kind_of_part;  // the classes
+  int64_t class_at, local_at, spec_at;  // the offsets of attributes
+  char* owners[];  // the DTensors, one for each tensor that may have a gradient
+};
+
+struct Specs {  // of a DTensor and of a gradient that is placed alike; kept alive
+  Reference owner, gradient;
+};
+
 struct Watch {
+  int64_t handle_at;
   Form* forms;
+  const Sharding* sharding;  // null for plain tensors
+  Specs* specs;  // the last ones that were compared
   int64_t* extents;
   Handle* kept_alive;  // gradients whose memory a kernel may be reading while other code runs; null for the others
   int64_t with_gradient;
@@ -160,6 +191,67 @@ static void keep(Handle g, const Form& form, bool as_alias, Handle& kept) {
     throw Failed();
 }
 
+static Handle handle_in(char* python, const Watch* watch) { return reinterpret_cast<Handle>(python + watch->handle_at); }
+
+static char* attribute(char* object, int64_t at) {
+  char* found;
+  memcpy(&found, object + at, sizeof found);
+  return found;
+}
+
+static char* python_of(Object t) {
+  uint64_t word;
+  memcpy(&word, t + PYTHON_AT, sizeof word);
+  return reinterpret_cast<char*>(word & ~1);  // the lowest bit may say who owns it
+}
+
+static bool have_equal(char* name, char* left, char* right) {
+  const Reference of_left{PyObject_GetAttr(left, name)}, of_right{PyObject_GetAttr(right, name)};
+  if (of_left.object && of_right.object && PyObject_RichCompareBool(of_left.object, of_right.object, EQUAL) == 1) return true;
+  PyErr_Clear();
+  return false;
+}
+
+static bool are_placed_alike(char* owner, char* gradient, Specs& specs) {
+  if (owner == specs.owner.object && gradient == specs.gradient.object) return true;
+  static char *mesh = PyUnicode_InternFromString("mesh"), *placements = PyUnicode_InternFromString("placements");
+  if (!have_equal(mesh, owner, gradient) || !have_equal(placements, owner, gradient)) return false;
+  if (owner != specs.owner.object) {  // else each gradient has a spec of its own
+    specs.owner.hold(owner);
+    specs.gradient.hold(gradient);
+  }
+  return true;
+}
+
+// The local part of the gradient of an owner; null where it is placed otherwise, or is no plain tensor.
+static Handle local_part(char* gradient, const Watch* watch, int64_t i) {
+  const Sharding& in = *watch->sharding;
+  if (attribute(gradient, in.class_at) != in.kind) return nullptr;
+  char *spec = attribute(gradient, in.spec_at), *spec_of_owner = attribute(in.owners[i], in.spec_at);
+  if (!are_placed_alike(spec_of_owner, spec, watch->specs[i])) return nullptr;
+  char* part = attribute(gradient, in.local_at);  // last, since a comparison may run other code
+  return attribute(part, in.class_at) == in.kind_of_part ? handle_in(part, watch) : nullptr;
+}
+
+// Take the gradients of the owners from `first` on. Each loop asks for the memory that the next one reads.
+static void take_gradients(const Watch* watch, int64_t first, Reference (&gradients)[BLOCK]) {
+  const Sharding& in = *watch->sharding;
+  const int64_t count = watch->with_gradient - first < BLOCK ? watch->with_gradient - first : BLOCK;
+  char* const* owners = in.owners + first;
+  Handle found[BLOCK];
+  for (int64_t i = 0; i < count; i++) __builtin_prefetch(owners[i]);
+  for (int64_t i = 0; i < count; i++) __builtin_prefetch(*handle_in(owners[i], watch));
+  for (int64_t i = 0; i < count; i++) __builtin_prefetch(*(found[i] = grad_of(*handle_in(owners[i], watch))));
+  for (int64_t i = 0; i < count; i++) gradients[i].hold(*found[i] == watch->undefined ? nullptr : python_of(*found[i]));
+  for (int64_t i = 0; i < count; i++)
+    if (char* gradient = gradients[i].object) {
+      __builtin_prefetch(attribute(gradient, in.spec_at));
+      __builtin_prefetch(attribute(gradient, in.local_at));
+    }
+  for (int64_t i = 0; i < count; i++)
+    if (char* gradient = gradients[i].object) __builtin_prefetch(*handle_in(attribute(gradient, in.local_at), watch));
+}
+
 static Watch* in(char* capsule) { return static_cast<Watch*>(PyCapsule_GetPointer(capsule, nullptr)); }
 
 static void let_go(Watch* watch) {
@@ -172,6 +264,7 @@ static void let_go(Watch* watch) {
 
 static void destroy(Watch* watch) {
   let_go(watch);
+  delete[] watch->specs;
   delete[] watch->forms;
   delete[] watch->extents;
   delete[] watch->kept_alive;
@@ -183,10 +276,11 @@ static char* none() {
   return &_Py_NoneStruct;
 }
 
-extern "C" char* make_watch(int64_t count, const Handle* tensors, int64_t with_gradient, const Handle* examples,
-                            int64_t* gradients, char* present) {
-  auto* watch = new Watch{new Form[count], nullptr, new Handle[with_gradient](), with_gradient, gradients, present, present,
-                          nullptr, false, 0};
+// `handle_at` is the offset of the pointer to torch's object in a tensor's Python object. Null means no `sharding`.
+extern "C" char* make_watch(int64_t handle_at, int64_t count, const Handle* tensors, int64_t with_gradient,
+                            const Handle* examples, int64_t* gradients, char* present, const Sharding* sharding) {
+  auto* watch = new Watch{handle_at, new Form[count], sharding, new Specs[with_gradient](), nullptr,
+                          new Handle[with_gradient](), with_gradient, gradients, present, present, nullptr, false, 0};
   try {
     int64_t size = 0;
     for (int64_t i = 0; i < count; i++) size += 2 * ask(dim_of, tensors[i]);
@@ -214,12 +308,12 @@ extern "C" char* make_watch(int64_t count, const Handle* tensors, int64_t with_g
   }
 }
 
-// `offset` is that of the pointer to torch's object in a tensor's Python object.
-extern "C" int64_t look(char* capsule, char* grads, int64_t offset, int64_t first, int64_t end, int64_t keep_alive) {
+extern "C" int64_t look(char* capsule, char* grads, int64_t first, int64_t end, int64_t keep_alive) {
   Watch* watch = in(capsule);
   const bool read_grad = grads == &_Py_NoneStruct;
   Form* forms = watch->forms;
   watch->keeps_alive |= keep_alive || has_other_threads();
+  Reference of_owners[BLOCK];
   int64_t seen = 0;
   bool renewed = false;
   for (int64_t i = first; i < end; i++) try {
@@ -233,17 +327,29 @@ extern "C" int64_t look(char* capsule, char* grads, int64_t offset, int64_t firs
         seen |= SEEN_MOVED;
     }
     if (i >= watch->with_gradient) continue;
-    Handle g = read_grad ? grad_of(*t) : nullptr;
-    if (read_grad) {
-      if (*g == watch->undefined) g = nullptr;
-    } else if (char* item = PyList_GetItem(grads, i); item != &_Py_NoneStruct) {
-      g = reinterpret_cast<Handle>(item + offset);
+    char* owner = watch->sharding ? watch->sharding->owners[i] : nullptr;
+    if (owner && handle_in(attribute(owner, watch->sharding->local_at), watch) != t) seen |= SEEN_MOVED;
+    Handle g;
+    bool exists;
+    if (!read_grad) {
+      char* item = PyList_GetItem(grads, i);
+      g = handle_in(item, watch);
+      exists = item != &_Py_NoneStruct;
+    } else if (owner) {
+      const int64_t index = (i - first) % BLOCK;
+      if (!index) take_gradients(watch, i, of_owners);
+      exists = of_owners[index].object;
+      g = exists ? local_part(of_owners[index].object, watch, i) : nullptr;
+    } else {
+      g = grad_of(*t);
+      exists = *g != watch->undefined;
     }
+    watch->present[i] = exists;
     int64_t found = 0;
-    if (g) {
-      if (is_same(*g, form.gradient)) {
+    if (exists) {
+      if (g && is_same(*g, form.gradient)) {
         found = form.found;
-      } else if ((found = readable(g, form))) {
+      } else if (g && (found = readable(g, form))) {
         take(*g, form.dim, form.gradient);
         form.found = found;
       } else {
@@ -251,7 +357,6 @@ extern "C" int64_t look(char* capsule, char* grads, int64_t offset, int64_t firs
       }
       if (found && watch->keeps_alive) keep(g, form, keep_alive, watch->kept_alive[i]);
     }
-    watch->present[i] = g != nullptr;
     renewed |= found != watch->gradients[i];
     watch->gradients[i] = found;
   } catch (...) {
@@ -264,7 +369,9 @@ extern "C" int64_t look(char* capsule, char* grads, int64_t offset, int64_t firs
 extern "C" void finish(char* capsule) {
   Watch* watch = in(capsule);
   for (int64_t i = 0; i < watch->with_gradient; i++) try {
-    if (watch->written[i]) bump_version(watch->forms[i].object);
+    if (!watch->written[i]) continue;
+    bump_version(watch->forms[i].object);
+    if (watch->sharding) bump_version(handle_in(watch->sharding->owners[i], watch));
   } catch (...) {  // a tensor of inference mode has no version
   }
   let_go(watch);

@@ -96,7 +96,8 @@ class Plan:
         self.wrapped = self.is_meta or _only_wraps(self.members[0].param)
         self._held_grads: list[Tensor | None] | None = None  # gradients of a step, see _readable
         overrides_grad = any(type(p).grad is not Tensor.grad for p in self.params)
-        self._copies_grads = not self.wrapped and (self.sharded or overrides_grad)  # since kernels cannot read them
+        self._copies_own = not self.wrapped and overrides_grad  # gradients of the parameters, which kernels cannot read
+        self._copies_others = self._copies_own or (not self.wrapped and self.sharded)  # gradients that a step is given
         expected = [(p.grad_dtype if p.is_leaf else None) or p.dtype for p in self.params]  # before the first gradient
         grads = map(grad_of, self.params)
         self.grad_dtypes = [d if g is None else g.dtype for g, d in zip(grads, expected, strict=True)]
@@ -118,7 +119,8 @@ class Plan:
     def addresses(self) -> Addresses:
         """The addresses of parameters, gradients and state, or of their local shards, since the last :meth:`reread`."""
         params = [] if self.wrapped else [m.param for m in self.members]
-        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(layout.has_memory, self._entries())))
+        owners = self.params[: len(params)] if self.sharded else []
+        return Addresses(params, self.grad_dtypes[: len(params)], list(filter(layout.has_memory, self._entries())), owners)
 
     def reread(self, grads: list[Tensor | None] | None) -> None:
         """Read all addresses anew, after the lowering moved state; ``grads`` are as in :meth:`read`.
@@ -157,31 +159,32 @@ class Plan:
             GradientLayoutError: a gradient is sparse and the rule takes dense ones, or vice versa.
             ValueError: a gradient has another shape than its parameter, or no memory.
         """
-        current = self.addresses
-        current.read(self._readable(grads) if self._copies_grads else grads, others=state, keep_alive=keep_alive)
-        if current.moved:
+        current, copies = self.addresses, self._copies_own if grads is None else self._copies_others
+        current.read(self._readable(grads) if copies else grads, others=state, keep_alive=keep_alive)
+        if current.moved or (self.wrapped and self._other_shard()):
             return self._moved()
-        if self.sharded and (moved := [m for m in self.members if layout.local(m.owner) is not m.param]):
-            return f"'{moved[0].name}' has another local shard"
         if not (current.unlike or self.wrapped or self.rule.gradients == "sparse"):
             return ""
         return self._check_gradients([p.grad for p in self.params] if grads is None else grads)
 
     def _moved(self) -> str:
-        """Return in words which parameter or state has another address or form than when the plan was made."""
+        """Return in words which parameter or state has another address, form or local shard than when the plan was made."""
+        if name := self._other_shard():
+            return f"'{name}' has another local shard"
         params = [] if self.wrapped else [f"'{m.name}'" for m in self.members]
         entries = [(f"state '{n}' of '{m.name}'", e) for m in self.members for n, e in m.entries.items()]
         names = [*params, *[what for what, entry in entries if layout.has_memory(entry)]]
         index = self.addresses.first_moved()
         return f"{'a parameter or its state' if index is None or index >= len(names) else names[index]} moved"
 
+    def _other_shard(self) -> str:
+        """Return the name of a DTensor with another local shard than when the plan was made; empty if there is none."""
+        return next((m.name for m in self.members if layout.local(m.owner) is not m.param), "")
+
     def finish(self) -> None:
         """Release the gradients, and tell autograd that the parameters with gradients were written."""
         self.addresses.finish()
         self._held_grads = None
-        if self.sharded:
-            present = zip(self.params, self.addresses.present.tolist(), strict=True)
-            torch.autograd.graph.increment_version([param for param, has_grad in present if has_grad])
 
     def gradients(self, grads: list[Tensor | None] | None) -> list[Tensor | None]:
         """Return ``grads`` or the parameters' own gradients; for DTensors their local shards."""
@@ -192,7 +195,7 @@ class Plan:
 
     def _readable(self, grads: list[Tensor | None] | None) -> list[Tensor | None] | None:
         """Return ``grads``, with copies of those that kernels cannot read. The copies are kept until :meth:`finish`."""
-        if not self._copies_grads:
+        if not (self._copies_own if grads is None else self._copies_others):
             return grads
         self._held_grads = self.gradients(grads)
         return self._held_grads

@@ -14,6 +14,9 @@ import torch
 from catalog import LOWERINGS
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
@@ -155,6 +158,127 @@ class TestWhatIsSeen:
             param.grad = torch.randn_like(param.detach())
         seen.read()
         assert seen.gradients.tolist() == _expected(params)
+
+
+def _spread(numbers: Tensor, *placements: Placement) -> Any:
+    """A DTensor whose local part is ``numbers``, on a mesh of this process alone."""
+    return DTensor.from_local(numbers, init_device_mesh("cpu", (1,)), placements or [Shard(0)], run_check=False)
+
+
+@pytest.mark.usefixtures("way", "one_process")
+class TestWhatIsSeenOfDTensors:
+    @pytest.fixture
+    def owners(self, one_process: None) -> list[Any]:
+        owners = [nn.Parameter(_spread(torch.randn(shape))) for shape in [(3, 5), (7,), (0,), *[(2, 2)] * 30]]
+        for owner in owners:
+            owner.grad = _spread(torch.randn(owner.shape))
+        return owners
+
+    def _seen(self, owners: list[Any]) -> Addresses:
+        return Addresses([owner._local_tensor for owner in owners], owners=owners)
+
+    def _expected(self, owners: list[Any]) -> list[int]:
+        return [0 if owner.grad is None else owner.grad._local_tensor.data_ptr() or EMPTY for owner in owners]
+
+    def test_gradients_that_come_and_go(self, owners: list[Any]) -> None:
+        seen = self._seen(owners)
+        assert seen.gradients.tolist() == self._expected(owners)
+        for absent in ([0], [1, 20], range(len(owners)), []):
+            for i, owner in enumerate(owners):
+                owner.grad = None if i in absent else _spread(torch.randn(owner.shape))
+            seen.read()
+            assert seen.gradients.tolist() == self._expected(owners)
+            assert seen.present.tolist() == [owner.grad is not None for owner in owners]
+            assert not seen.unlike
+            assert not seen.moved
+
+    def test_a_gradient_with_another_local_part(self, owners: list[Any]) -> None:
+        seen = self._seen(owners)
+        owners[0].grad._local_tensor = torch.randn(3, 5)
+        seen.read()
+        assert seen.gradients.tolist() == self._expected(owners)
+        owners[0].grad._local_tensor = torch.randn(5, 3).t()
+        seen.read()
+        assert seen.unlike
+
+    def test_local_parts_given_in_place_of_their_own(self, owners: list[Any]) -> None:
+        seen = self._seen(owners)
+        given: list[Tensor | None] = [None, *[torch.randn(owner.shape) for owner in owners[1:]]]
+        seen.read(given)
+        assert seen.gradients.tolist() == [0 if g is None else g.data_ptr() or EMPTY for g in given]
+        assert not seen.unlike
+        assert not seen.moved
+
+    @pytest.mark.parametrize("changed", ["gradient", "its spec", "the parameter's spec"])
+    def test_a_gradient_that_is_placed_otherwise(self, owners: list[Any], changed: str) -> None:
+        seen, other = self._seen(owners), _spread(torch.randn(3, 5), Replicate())
+        if changed == "gradient":
+            owners[0].grad = other
+        elif changed == "its spec":
+            owners[0].grad._spec = other._spec
+        else:
+            owners[0]._spec = other._spec
+        for _ in range(2):
+            seen.read()
+            assert seen.unlike
+            assert seen.present[0]
+            assert seen.gradients.tolist() == [0, *self._expected(owners)[1:]]
+        owners[0].grad = _spread(torch.randn(3, 5), *owners[0].placements)
+        seen.read()
+        assert not seen.unlike
+        assert seen.gradients.tolist() == self._expected(owners)
+
+    @pytest.mark.parametrize(
+        "move",
+        [
+            lambda p: setattr(p, "_local_tensor", p._local_tensor.clone()),
+            lambda p: setattr(p, "_local_tensor", p._local_tensor.view(3, 5)),
+            lambda p: setattr(p._local_tensor, "data", p._local_tensor.clone()),
+            lambda p: torch.utils.swap_tensors(p, nn.Parameter(_spread(torch.randn(3, 5)))),
+        ],
+        ids=["another", "another with the same memory", ".data", "swapped"],
+    )
+    def test_a_local_part_that_moves(self, owners: list[Any], move: Callable[[Any], object]) -> None:
+        seen = self._seen(owners)
+        owners[0].grad = None
+        seen.read()
+        assert not seen.moved
+        move(owners[0])
+        seen.read()
+        assert seen.moved
+        assert seen.first_moved() == 0
+        assert not self._seen(owners).moved
+
+    def test_both_are_told_that_they_were_written(self, owners: list[Any]) -> None:
+        seen = self._seen(owners)
+        owners[1].grad = None
+        seen.read()
+        before = [(owner._version, owner._local_tensor._version) for owner in owners]
+        seen.finish()
+        after = [(owner._version, owner._local_tensor._version) for owner in owners]
+        assert after[1] == before[1]
+        assert after[:1] + after[2:] == [(a + 1, b + 1) for a, b in before[:1] + before[2:]]
+
+
+@pytest.mark.usefixtures("way", "one_process")
+@pytest.mark.filterwarnings("ignore:.*one by one")
+def test_steps_of_dtensors_follow_gradients_in_every_form() -> None:
+    """Placed otherwise, still sent, of another class: a step after each is that of plain tensors."""
+    generator = torch.Generator().manual_seed(5)
+    numbers = [torch.randn(4, 3, generator=generator) for _ in range(6)]
+    spread, plain = nn.Parameter(_spread(numbers[0].clone())), nn.Parameter(numbers[0].clone())
+    optimizers = co.AdamW([spread], lr=0.1), co.AdamW([plain], lr=0.1)
+    for index, gradient in enumerate(numbers[1:]):
+        plain.grad, spread.grad = gradient.clone(), _spread(gradient.clone())
+        if index == 1:
+            spread.grad = _spread(gradient.clone(), Replicate())
+        elif index == 2:
+            spread.grad._local_tensor = AsyncCollectiveTensor(gradient.clone())  # type: ignore[union-attr]
+        elif index == 3:
+            spread.grad._local_tensor = nn.Parameter(gradient.clone())  # type: ignore[union-attr]
+        for optimizer in optimizers:
+            optimizer.step()
+        torch.testing.assert_close(spread.detach().full_tensor(), plain.detach(), rtol=0, atol=0)  # type: ignore[operator]
 
 
 @pytest.mark.usefixtures("way")

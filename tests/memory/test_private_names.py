@@ -34,6 +34,7 @@ ATTRIBUTES: dict[str, Any] = {
     "_nnz": torch.Tensor,
     "_post_accumulate_grad_hooks": torch.Tensor,
     "_local_tensor": DTensor,
+    "_spec": DTensor,
     "_apply": nn.Module,
     "_parameters": nn.Linear(1, 1),
     "_optimizer_load_state_dict_post_hooks": torch.optim.SGD(nn.Linear(1, 1).parameters()),

@@ -14,7 +14,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 from torch.autograd import profiler
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import compiled_optim as co
 from compiled_optim.capture.graph import CudaGraph
@@ -151,23 +151,51 @@ def test_nvtx_gets_the_ranges_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert f"{PREFIX}update" in named
 
 
-@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
-def test_nobody_pays_who_does_not_profile(max_grad_norm: float | None) -> None:
-    """A range costs one call of Python, which asks one question."""
-    step = _made(co.AdamW, max_grad_norm=max_grad_norm).step
+def _calls(step: Callable[[], Any]) -> list[tuple[str, Any]]:
+    """The calls of a ``step``: those of functions in Python, and those that functions in Python make of others."""
     calls: list[tuple[str, Any]] = []
 
     def count(frame: Any, event: str, argument: Any) -> None:
         if event in ("call", "c_call"):
             calls.append((event, frame.f_code))
 
-    for _ in range(2):
-        step()
     sys.setprofile(count)
     try:
         step()
     finally:
         sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.usefixtures("one_process")
+@pytest.mark.parametrize("gradients", ["same", "new"])
+def test_a_step_of_dtensors_calls_no_more_than_one_of_plain_tensors(gradients: str) -> None:
+    """Whatever their number: each of them, and each new gradient, is looked at in the one call that reads addresses."""
+    mesh = init_device_mesh("cpu", (1,))
+
+    def calls(count: int, wrap: Callable[[torch.Tensor], torch.Tensor]) -> int:
+        params = [wrap(torch.randn(4, 3)).requires_grad_() for _ in range(count)]  # a Parameter may get an equal mesh
+        optimizer = co.AdamW(params)
+        kept_alive = []  # so that all have other addresses
+        for index in range(4):
+            for param in params if gradients == "new" or not index else []:
+                kept_alive.append(param.grad)
+                param.grad = wrap(torch.randn(4, 3))
+            found = _calls(optimizer.step)
+        return len(found)
+
+    plain = calls(3, lambda tensor: tensor)
+    for count in (3, 30):
+        assert calls(count, lambda tensor: DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)) == plain
+
+
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+def test_nobody_pays_who_does_not_profile(max_grad_norm: float | None) -> None:
+    """A range costs one call of Python, which asks one question."""
+    step = _made(co.AdamW, max_grad_norm=max_grad_norm).step
+    for _ in range(2):
+        step()
+    calls = _calls(step)
     in_ranges = [event for event, code in calls if code is in_range.__code__]
     assert in_ranges == ["call"] * (1 if max_grad_norm is None else 2)
     assert not any("profiler" in code.co_filename for _, code in calls)
