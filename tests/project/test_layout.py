@@ -119,7 +119,7 @@ BUDGET = {
     "capture": 1135,
     "checkpoint": 1257,
     "cli": 1189,
-    "groups": 1783,
+    "groups": 1797,
     "interop": 2199,
     "lowering": 5515,
     "memory": 1340,
