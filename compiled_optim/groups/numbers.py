@@ -10,7 +10,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -30,6 +30,11 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.rule.fields import Hyper
 
 _C_TYPES: dict[torch.dtype, Any] = {torch.float64: ctypes.c_double, torch.float32: ctypes.c_float}
+
+QuickWrite: TypeAlias = "tuple[float, float, Any, list[Any], int, set[int], Callable[[Any], bool]]"
+"""How to write a hyperparameter: the least and the most number; a C variable if it is one on the host, else None; the list
+and the index where the host keeps it; the exposed numbers; and a function that writes, and returns whether it did. While
+nothing is exposed, a float in range may be written to variable and list instead."""
 
 
 class GroupNumbers:
@@ -304,15 +309,18 @@ class GroupNumbers:
             self.written[i] = self._replaced[i] = number
         return True
 
-    def quick_write(self, indices: range, hyper: Hyper) -> Callable[[Any], bool]:
-        """Return a function that writes floats in range to private numbers, as fast as schedulers expect.
+    def quick_write(self, i: int, hyper: Hyper) -> QuickWrite:
+        """Return what writes floats in range to private numbers of ``hyper``, from ``i`` on, as fast as schedulers expect.
 
-        It returns whether that was done: not for other values. The vector's version does not change.
+        It is valid until one of them is put, passed or driven. The vector's version does not change.
         """
-        write = self._write_floats if hyper.is_tuple else self._write_float
-        return functools.partial(write, indices.start, hyper.length, *hyper.span)
+        least, most = hyper.span
+        if hyper.is_tuple:
+            return least, most, None, self.written, i, self.exposed, functools.partial(self._write_floats, i, hyper)
+        write = functools.partial(self._write_float, i, least, most)
+        return least, most, self._memories.get(i), self.written, i, self.exposed, write
 
-    def _write_float(self, i: int, count: int, least: float, most: float, value: Any) -> bool:
+    def _write_float(self, i: int, least: float, most: float, value: Any) -> bool:
         if type(value) is not float or not least <= value <= most:
             return False
         if (memory := self._memories.get(i)) is None or (self.exposed and self._memory(i) is not memory):
@@ -320,10 +328,11 @@ class GroupNumbers:
         memory.value = self.written[i] = value
         return True
 
-    def _write_floats(self, start: int, count: int, least: float, most: float, values: Any) -> bool:
-        fits = type(values) is tuple and len(values) == count
+    def _write_floats(self, start: int, hyper: Hyper, values: Any) -> bool:
+        least, most = hyper.span
+        fits = type(values) is tuple and len(values) == hyper.length
         fits = fits and all([type(value) is float and least <= value <= most for value in values])
-        return fits and all([self._write_float(i, 1, least, most, value) for i, value in enumerate(values, start)])
+        return fits and all([self._write_float(i, least, most, value) for i, value in enumerate(values, start)])
 
     def _wait(self, i: int, value: float) -> bool:
         """Keep a number on the host until the next step sends it. Return whether that is possible."""

@@ -7,7 +7,10 @@ import copy
 import functools
 import io
 import json
+import os
+import sys
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -267,6 +270,27 @@ def test_a_scheduler_made_after_the_first_step_does_not_warn() -> None:
         scheduler = lr_scheduler.ExponentialLR(optimizer, 0.5)
         scheduler.step()
     assert moved(optimizer)[0][0] == typed(0.05)
+
+
+def test_a_scheduler_calls_nothing_but_reads_and_writes_of_entries() -> None:
+    """The number reaches the device's memory in the write itself."""
+    optimizer = co.AdamW([{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(5)])
+    scheduler, called = lr_scheduler.CosineAnnealingLR(optimizer, 10), Counter[str]()
+    for _ in range(2):  # the first writes find that memory
+        optimizer.step()
+        scheduler.step()
+
+    def see(frame: Any, event: str, argument: Any) -> None:
+        if event == "call" and os.path.join("compiled_optim", "groups") in frame.f_code.co_filename:
+            called[frame.f_code.co_name] += 1
+
+    sys.setprofile(see)
+    try:
+        scheduler.step()
+    finally:
+        sys.setprofile(None)
+    assert called.keys() == {"__getitem__", "__setitem__"}
+    assert called["__setitem__"] == 5
 
 
 def test_step_stays_a_bound_method() -> None:
