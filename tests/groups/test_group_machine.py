@@ -112,7 +112,7 @@ class Group:
 
 
 def as_number(value: Any) -> Any:
-    return value.item() if isinstance(value, (Tensor, np.generic)) else value
+    return value.item() if isinstance(value, (Tensor, np.generic, np.ndarray)) else value
 
 
 # One step of each optimizer: parameter, gradient, state, count of steps, numbers, whether momentum has a buffer.
@@ -194,6 +194,7 @@ FORMS: dict[str, Callable[[float], Any]] = {
     "float": float,
     "float64 of NumPy": np.float64,
     "float32 of NumPy": np.float32,
+    "array of NumPy": np.array,
     "tensor": lambda v: torch.tensor(v, dtype=torch.float64),
     "float32 tensor": lambda v: torch.tensor([v], dtype=torch.float32),
     "bfloat16 tensor": lambda v: torch.tensor([[v]], dtype=torch.bfloat16),
@@ -466,6 +467,7 @@ class Machine(RuleBasedStateMachine):
             value = make(values) if length > 1 else values[0]
             said = len(self.said)
             WRITES[how](group, key, value)
+            self.kept += [(part, float(part)) for part in parts_of(value) if isinstance(part, Tensor)]
             if self.is_driven(index, key):
                 assert "so the value that was written is lost" in " ".join(self.said[said:])
             self.write(index, key, value)
@@ -475,6 +477,24 @@ class Machine(RuleBasedStateMachine):
     def assign_again(self, data: st.DataObject) -> None:
         """Make writes as frequent as all that may happen between them."""
         self.assign(data)
+
+    @rule(data=st.data())
+    def assign_what_was_read(self, data: st.DataObject) -> None:
+        """Write what a group holds into another, or back: a tensor that was given stays the group's own."""
+        source, read_from, other = self.draw_group(data)
+        _, group, model = self.draw_group(data)
+        key = self.draw_key(data)
+        pairs = [*zip(model.elements[key], other.elements[key], strict=True)]
+        if any(mine.is_driven or self.is_refused(source, key, theirs) for mine, theirs in pairs):
+            return
+        group[key] = value = read_from[key]
+        for (mine, theirs), part in zip(pairs, parts_of(value), strict=True):
+            number = mine.number
+            is_own = mine is theirs or (number is theirs.number and number.owner is not None and number.owner.dim() == 0)
+            if number.owner is None or not is_own:
+                mine.write(part)
+        model.refused.discard(key)
+        self.take_steps(data)
 
     @rule(data=st.data())
     def assign_a_negative_rate(self, data: st.DataObject) -> None:
@@ -607,6 +627,7 @@ class Machine(RuleBasedStateMachine):
         element = self.groups[index].elements[key][i]
         number = element.number
         assert tensor.shape == ()
+        assert number.owner is None or number.owner.dim() or tensor is number.owner
         assert number.handle is None or number.handle is tensor or number.owner is not None or number.was_given
         number.handle = tensor
         value = tensor.item()

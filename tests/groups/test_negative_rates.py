@@ -124,8 +124,7 @@ def _check(cls: type[co.CompiledOptimizer], write: str, run: str) -> None:
     assert train is not _compiled or counters["stats"]["unique_graphs"] == traces
 
 
-@pytest.mark.parametrize("run", RUNS)
-@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize(("write", "run"), [(write, "called") for write in WRITES] + [("assigned", run) for run in RUNS])
 def test_ways_to_write(write: str, run: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if run == "captured":
         simulated_graph.install(monkeypatch)

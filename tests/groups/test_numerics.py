@@ -63,15 +63,6 @@ class TestZeroRate:
             assert torch.equal(param.detach().view(integer), before)
             assert all(value.isfinite().all() or scale == 1e30 for value in optimizer.state[param].values())
 
-    @lowerings
-    def test_a_warm_up_from_zero_goes_on_as_torch(self, lowering: str) -> None:
-        ours, theirs = twins(co.AdamW, lr=0.0, weight_decay=0.1, lowering=lowering)
-        for t in range(6):
-            for optimizer in (ours, theirs):
-                optimizer.param_groups[0]["lr"] = 0.01 * t
-            step_both(ours, theirs, t)
-        assert_equal_params(ours, theirs)
-
 
 def exact_correction(beta: float, step: int) -> Decimal:
     with localcontext() as context:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from catalog import LOWERINGS
 from interruptions import Interruption
 from torch import Tensor, nn
 
@@ -105,9 +106,11 @@ def test_momentum_that_other_code_fills_gets_its_buffer(monkeypatch: pytest.Monk
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
-def test_an_exposed_number_whose_memory_is_replaced_is_followed() -> None:
-    optimizer = made()
-    moved = torch.tensor(0.5, dtype=torch.float64)
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_an_exposed_number_whose_memory_is_replaced_is_followed(dtype: torch.dtype, lowering: str) -> None:
+    optimizer = made(lowering=lowering)
+    moved = torch.tensor(0.5, dtype=dtype)
     optimizer.hyperparameter("lr").data = moved
     (weight,) = optimizer.param_groups[0]["params"]
     for rate, wanted in ((0.5, 0.75), (0.25, 0.625)):

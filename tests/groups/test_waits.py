@@ -5,7 +5,6 @@ On a CUDA device that is not there; ``test_cuda`` asks CUDA itself.
 
 from __future__ import annotations
 
-import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -222,11 +221,6 @@ def accumulated(model: nn.Module, optimizer: Any) -> None:
         optimizer.step()
 
 
-def compiled(model: nn.Module, optimizer: Any) -> None:
-    torch._dynamo.reset()
-    torch.compile(optimizer.step, backend="aot_eager", fullgraph=True)()
-
-
 def a_new_parameter(model: nn.Module, optimizer: Any) -> None:
     """Whose state starts from a hyperparameter."""
     late = nn.Parameter(torch.ones(2, dtype=torch.float64))
@@ -241,21 +235,12 @@ def a_new_parameter(model: nn.Module, optimizer: Any) -> None:
 
 
 USES: dict[str, tuple[Callable[..., Any], Callable[[nn.Module, Any], object]]] = {
-    "a step": (co.AdamW, lambda model, optimizer: optimizer.step()),
     "a step with a closure": (co.LBFGS, lambda model, optimizer: optimizer.step(lambda: 1.0)),
-    "eager": (functools.partial(co.AdamW, lowering="eager"), lambda model, optimizer: optimizer.step()),
     "gradient release": (co.AdamW, released),
     "accumulation": (co.AdamW, accumulated),
-    "an operator": (co.AdamW, compiled),
-    "inlined": (functools.partial(co.AdamW, lowering="inductor"), compiled),
     "state that starts from it": (co.Rprop, a_new_parameter),
     "state that is made before the step": (co.Adagrad, a_new_parameter),
     "clipping": (functools.partial(co.SGD, max_grad_norm=0.1), lambda model, optimizer: optimizer.step()),
-    "a copy": (co.AdamW, lambda model, optimizer: copy.deepcopy((model, optimizer))[1].step()),
-    "a checkpoint": (
-        co.AdamW,
-        lambda model, optimizer: (optimizer.load_state_dict(optimizer.state_dict()), optimizer.step()),
-    ),
 }
 
 

@@ -1,29 +1,15 @@
-"""What users of torch.optim do with a group's numbers: 106 idioms of reading and of writing."""
+"""What users of torch.optim do with the numbers of groups, which are plain numbers: idioms of reading and of writing."""
 
 from __future__ import annotations
 
-import bisect
 import copy
-import csv
-import decimal
-import fractions
-import functools
-import io
-import itertools
 import json
-import math
-import numbers
 import pickle
-import pprint
-import statistics
-import struct
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
-import yaml
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -31,112 +17,18 @@ from torch.optim.lr_scheduler import ExponentialLR, LambdaLR, OneCycleLR, Reduce
 
 Group = dict[str, Any]
 
-X = np.array([1.0, 2.0])
-T = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
-
 
 def without_params(group: Group) -> Group:
     """What loggers get, and checkpoints that people write themselves."""
     return {key: value for key, value in group.items() if key != "params"}
 
 
-def _saved(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)
-
-
-def _in_csv(value: Any) -> str:
-    file = io.StringIO()
-    csv.writer(file).writerow([value, value])
-    return file.getvalue()
-
-
-def _kind(value: Any) -> str:
-    match value:
-        case float():
-            return "float"
-        case _:
-            return "other"
-
-
-ON_NUMBER: dict[str, Callable[[Any], Any]] = {
-    "type": type,
-    "isinstance": lambda x: (isinstance(x, float), isinstance(x, (int, float)), isinstance(x, Tensor)),
-    "numbers.Number": lambda x: (isinstance(x, numbers.Number), isinstance(x, numbers.Real)),
-    "is_tensor": torch.is_tensor,
-    "match": _kind,
-    "item if there is one": lambda x: x.item() if hasattr(x, "item") else x,
-    "str": str,
-    "repr": repr,
-    "f-string": lambda x: f"{x} {x:.2e} {x:8.5f} {x!r} {x:g}",
-    "percent": lambda x: "%s %.6f %g %r" % (x, x, x, x),  # noqa: UP031
-    "format": lambda x: format(x, ".1%"),
-    "join": lambda x: (",".join(map(str, [x, x])), pprint.pformat({"lr": [x]})),
-    "csv": _in_csv,
-    "float": float,
-    "int": int,
-    "bool": bool,
-    "complex": complex,
-    "round": lambda x: (round(x, 3), round(x)),
-    "of one number": lambda x: (abs(x), -x, +x, math.floor(x), math.ceil(x), math.trunc(x)),
-    "plus and minus": lambda x: (x + 1, 1.5 + x, x - 2, 2 - x),
-    "times and over": lambda x: (x * 0.3, 3 * x, x / 3, 3 / x),
-    "remainder": lambda x: (x // 0.01, x % 0.007, divmod(x, 0.007), 1 % x),
-    "power": lambda x: (x**2, 2**x, pow(x, 0.5)),
-    "with itself": lambda x: (x + x, x * x, x / x, x - x, x**x),
-    "a local *=": lambda x: functools.reduce(lambda a, b: a * b, [x, 0.5, 0.5]),
-    "order": lambda x: (x < 1, x <= 0.05, x > 1, x >= 1, 0 < x < 1),
-    "equal": lambda x: (x == 0.05, x != 0.05, x == decimal.Decimal("0.5"), x == "x", x is None),
-    "in a list": lambda x: (x in [1, 0.05], [1, 0.05].index(x)),
-    "max and min": lambda x: (max(x * 0.5, 1e-6), min(x, 1.0), max([x, 0.01])),
-    "sorted": lambda x: sorted([x, 0.01, 1]),
-    "bisect": lambda x: bisect.bisect([0.01, 0.05, 1.0], x),
-    "sum": lambda x: (sum([x, x]), math.fsum([x, x]), list(itertools.accumulate([x, x]))),
-    "hash": hash,
-    "key": lambda x: ({0.05: "hit"}.get(x), {x: "hit"}.get(0.05), len({x, x, 0.05})),
-    "cached": lambda x: functools.lru_cache(lambda y: y)(x),
-    "log10": lambda x: (math.log10(x), math.sqrt(x)),
-    "isclose": lambda x: (math.isclose(x, 0.05), math.isnan(x), math.isfinite(x), math.copysign(x, -1)),
-    "methods of float": lambda x: (x.is_integer(), x.as_integer_ratio(), x.hex()),
-    "Fraction": lambda x: (fractions.Fraction(x), x * fractions.Fraction(1, 3)),
-    "Decimal": decimal.Decimal,
-    "mean": lambda x: statistics.mean([x, x * 3]),
-    "median": lambda x: (statistics.median([x, 1.0, 2.0]), statistics.fmean([x, x * 3]), statistics.stdev([x, 1.0])),
-    "struct": lambda x: struct.pack("d", x),
-    "json": lambda x: (json.dumps(x), json.dumps({"rates": [x, x]})),
-    "yaml": yaml.safe_dump,
-    "pickle": lambda x: pickle.loads(pickle.dumps(x)),
-    "torch.save": lambda x: _saved({"lr": x})["lr"],
-    "copy": lambda x: (copy.copy(x), copy.deepcopy(x)),
-    "np.array": lambda x: (np.array([x, x]).tolist(), str(np.array([x, x]).dtype), np.asarray(x).shape),
-    "numpy scalars": lambda x: (np.float64(x), np.float64(2) * x, x * np.float64(2)),
-    "numpy operators": lambda x: ((X * x).tolist(), (x * X).tolist(), (x - X).tolist()),
-    "numpy functions": lambda x: (float(np.log(x)), float(np.mean([x, x])), bool(np.isclose(x, 0.05))),
-    "np.interp": lambda x: (float(np.interp(x, [0, 1], [0, 10])), np.linspace(x, 1, 3).tolist()),
-    "series": lambda x: (str(pd.Series([x, x]).dtype), pd.Series([x, x]).mean()),
-    "describe": lambda x: pd.DataFrame({"lr": [x, x * 2]}).describe().to_csv(),
-    "frame": lambda x: pd.DataFrame([{"step": 1, "lr": x}]).to_json(),
-    "torch.tensor": lambda x: [(t.dtype, t.item()) for t in (torch.tensor(x), torch.tensor([x]), torch.as_tensor(x))],
-    "torch.full": lambda x: torch.full((2,), x).tolist(),
-    "tensor operators": lambda x: ((T * x).tolist(), (x * T).tolist(), (x - T).tolist()),
-    "keeps a dtype": lambda x: (torch.ones(2) * x).dtype,
-    "alpha": lambda x: (torch.add(T, T, alpha=x).tolist(), torch.addcmul(T, T, T, value=x).tolist()),
-    "where": lambda x: (torch.where(T > 0, x, T).tolist(), T.clamp(max=x).tolist()),
-    "foreach": lambda x: torch._foreach_mul([T, T], x)[0].tolist(),
-}
-
 ON_GROUP: dict[str, Callable[[Group], Any]] = {
     "get": lambda g: (g.get("lr"), g.get("momentum", 0.9), "lr" in g, "momentum" in g),
     "betas": lambda g: (g["betas"], g["betas"][0], g["betas"] == (0.9, 0.999)),
     "unpacked betas": lambda g: [1 - beta for beta in g["betas"]],
     "all values": without_params,
-    "types": lambda g: {key: type(value) for key, value in without_params(g).items()},
     "a plain dict": lambda g: without_params(dict(g)) == without_params({**g}) == without_params(g.copy()),
-    "numbers of a group": lambda g: sorted(k for k, v in g.items() if isinstance(v, (int, float))),
-    "json of a group": lambda g: json.dumps(without_params(g), sort_keys=True),
-    "yaml of a group": lambda g: yaml.safe_dump(without_params(g)),
     "merged": lambda g: without_params(g | {"lr": 1.0}),
     "keys in order": list,
     "times and assign": lambda g: (g.__setitem__("lr", g["lr"] * 0.1), g["lr"]),
@@ -255,7 +147,7 @@ ON_OPTIMIZER: dict[str, Callable[[Optimizer], Any]] = {
 }
 
 IDIOMS: dict[str, Callable[[Optimizer], Any]] = {
-    **{name: lambda o, f=f: f(o.param_groups[0]["lr"]) for name, f in ON_NUMBER.items()},
+    "read": lambda o: o.param_groups[0]["lr"],
     **{name: lambda o, f=f: f(o.param_groups[0]) for name, f in ON_GROUP.items()},
     **ON_OPTIMIZER,
 }
