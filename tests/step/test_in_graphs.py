@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -81,43 +80,6 @@ def test_one_recording_while_hyperparameters_move_and_checkpoints_are_loaded(tre
     assert trees.copied == [[(6, 4), (6, 1)]]  # x and Y: parameters are where they are
 
 
-CHANGES: dict[str, Callable[[Side], object]] = {
-    "a group is added": lambda side: side.optimizer.add_param_group(
-        {"params": [("late", nn.Parameter(torch.ones(2)))], "lr": 0.5}
-    ),
-    "a group is replaced": lambda side: side.optimizer.param_groups.__setitem__(
-        0, {**side.optimizer.param_groups[0], "weight_decay": 0.9}
-    ),
-    "a choice is made": lambda side: side.optimizer.param_groups[1].update(amsgrad=True),
-    "state is replaced": lambda side: side.optimizer.state[side.model[0].weight].update(exp_avg=torch.ones(8, 4)),
-    "a parameter moves": lambda side: setattr(side.model[2].weight, "data", side.model[2].weight.data.clone()),
-    "clipping begins": lambda side: setattr(side.optimizer, "max_grad_norm", 0.01),
-    "skipping begins": lambda side: setattr(side.optimizer, "skip_nonfinite", True),
-    "a gradient is absent": lambda side: setattr(side, "frozen", True),
-    "a scaler comes": lambda side: _scale(side, torch.tensor(8.0), torch.tensor(0.0)),
-    "a scaler skips": lambda side: _scale(side, None, torch.tensor(1.0)),
-    "steps are scheduled": lambda side: side.optimizer.schedule(lr=lambda step: 0.1 / step),
-}
-
-
-def _scale(side: Side, scale: Tensor | None, found_inf: Tensor) -> None:
-    side.optimizer.grad_scale, side.optimizer.found_inf = scale, found_inf
-
-
-@pytest.mark.parametrize("change", CHANGES)
-def test_a_change_is_followed(change: str, trees: SimulatedTrees) -> None:
-    ours, twin = Side(adamw, trees), Side(adamw)
-    for i in range(10):
-        if i == 5:
-            CHANGES[change](ours)
-            CHANGES[change](twin)
-        ours.train(X * (1 + i))
-        twin.train(X * (1 + i))
-        equal(ours, twin)
-    assert trees.compiled <= 3
-    assert trees.replays >= (4 if "scaler" in change else 7)
-
-
 def test_the_number_of_clipping_is_data(trees: SimulatedTrees) -> None:
     ours, twin = (Side(lambda groups: adamw(groups, max_grad_norm=0.5), t) for t in (trees, None))
     for i in range(8):
@@ -128,19 +90,6 @@ def test_the_number_of_clipping_is_data(trees: SimulatedTrees) -> None:
         if i > 2:
             with pytest.raises(ValueError, match="max_grad_norm must be >= 0, got -1"):
                 ours.optimizer.max_grad_norm = -1.0
-    assert (trees.compiled, trees.recordings) == (1, 1)
-
-
-def test_an_eager_step_with_a_scaler_leaves_nothing_to_replays(trees: SimulatedTrees) -> None:
-    ours, twin = Side(adamw, trees), Side(adamw)
-    for i in range(8):
-        for side in (ours, twin):
-            if i in (4, 5):
-                _scale(side, torch.tensor(4.0 + i), torch.tensor(0.0))
-                side._train(X)
-                del side.optimizer.grad_scale, side.optimizer.found_inf
-            side.train(X * (1 + i))
-        equal(ours, twin)
     assert (trees.compiled, trees.recordings) == (1, 1)
 
 
@@ -164,18 +113,6 @@ def test_state_with_other_memory_is_seen_by_the_next_step_outside(trees: Simulat
         equal_parameters(ours, twin)
     assert trees.compiled == 2
     equal(ours, twin)
-
-
-def test_momentum_that_begins_and_ends(trees: SimulatedTrees) -> None:
-    """It asks for a buffer, which a step without momentum has not."""
-    ours, twin = (Side(functools.partial(co.SGD, lr=0.05), t) for t in (trees, None))
-    for i in range(12):
-        for side in (ours, twin):
-            if i in (4, 8):
-                side.optimizer.param_groups[0]["momentum"] = 0.9 if i == 4 else 0
-            side.train(X * (1 + i))
-        equal(ours, twin)
-    assert trees.replays >= 8
 
 
 def test_two_steps_in_one_recording(trees: SimulatedTrees) -> None:

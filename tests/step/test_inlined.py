@@ -159,63 +159,12 @@ def adamw(groups: Any, **options: Any) -> co.AdamW:
     return co.AdamW(groups, weight_decay=0.3, betas=(0.6, 0.8), eps=0.03, **options)
 
 
-def sgd(groups: Any, **options: Any) -> co.SGD:
-    return co.SGD(groups, weight_decay=0.3, **options)
-
-
 def _scale(side: Side, scale: Tensor | None, found_inf: Tensor) -> None:
     side.optimizer.grad_scale, side.optimizer.found_inf = scale, found_inf
 
 
-KEEPS: dict[str, Callable[[Side], object]] = {
-    "a scheduler begins": lambda side: torch.optim.lr_scheduler.OneCycleLR(side.optimizer, 0.1, 10),
-    "a parameter moves": lambda side: setattr(side.model[2].weight, "data", side.model[2].weight.data.clone()),
-    "state moves": lambda side: setattr(
-        side.optimizer.state[side.model[0].weight]["exp_avg"], "data", torch.ones(8, 4, dtype=torch.float64)
-    ),
-    "a checkpoint is loaded": lambda side: side.optimizer.load_state_dict(copy.deepcopy(side.optimizer.state_dict())),
-    "an eager step": lambda side: side._train(X),
-    "a tensor is assigned": lambda side: side.optimizer.param_groups[0].update(weight_decay=torch.tensor(0.7)),
-}
-REPLACES: dict[str, Callable[[Side], object]] = {
-    "a group is added": lambda side: side.optimizer.add_param_group(
-        {"params": [("late", nn.Parameter(torch.ones(2)))], "lr": 0.5}
-    ),
-    "a group is replaced": lambda side: side.optimizer.param_groups.__setitem__(
-        0, {**side.optimizer.param_groups[0], "weight_decay": 0.9}
-    ),
-    "groups are replaced": lambda side: setattr(
-        side.optimizer, "param_groups", [{**group, "weight_decay": 0.9} for group in side.optimizer.param_groups]
-    ),
-    "a choice is made": lambda side: side.optimizer.param_groups[1].update(amsgrad=True),
-    "a sign changes": lambda side: side.optimizer.param_groups[0].update(maximize=True),
-    "state is replaced": lambda side: side.optimizer.state[side.model[0].weight].update(
-        exp_avg=torch.ones(8, 4, dtype=torch.float64)
-    ),
-    "clipping begins": lambda side: setattr(side.optimizer, "max_grad_norm", 0.01),
-    "skipping begins": lambda side: setattr(side.optimizer, "skip_nonfinite", True),
-    "a gradient is absent": lambda side: setattr(side, "absent", (0,)),
-    "a scaler comes": lambda side: _scale(side, torch.tensor(8.0, dtype=torch.float64), torch.tensor(0.0)),
-    "a scaler skips": lambda side: _scale(side, None, torch.tensor(1.0)),
-    "steps are scheduled": lambda side: side.optimizer.schedule(
-        lr=lambda step: 0.1 / step, betas=lambda step: (0.9 / step, 0.5)
-    ),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("change", [*KEEPS, *REPLACES])
-def test_a_change_is_followed(change: str) -> None:
-    counter = CompileCounterWithBackend("eager")
-    ours, twin = sides(adamw, counter)
-    for i in range(6):
-        for side in (ours, twin):
-            if i == 3:
-                {**KEEPS, **REPLACES}[change](side)
-            side.train(X * (1 + i))
-        equal(ours, twin)
-    assert is_inlined(ours)
-    assert counter.frame_count == 1 + (change in REPLACES)
+def sgd(groups: Any, **options: Any) -> co.SGD:
+    return co.SGD(groups, weight_decay=0.3, **options)
 
 
 def test_a_group_that_has_no_state_is_scheduled() -> None:
@@ -250,26 +199,6 @@ def test_the_number_of_clipping_is_data() -> None:
     assert counter.frame_count == 3
 
 
-WAYS: dict[str, Callable[[Side, float], object]] = {
-    "assigned": lambda side, number: side.optimizer.param_groups[0].update(momentum=number),
-    "written": lambda side, number: side.optimizer.hyperparameter("momentum").fill_(number),
-    "written in the group": lambda side, number: side.optimizer.param_groups[0].tensors("momentum")[0].fill_(number),
-}
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("way", WAYS)
-def test_momentum_that_begins_and_ends(way: str) -> None:
-    """It asks for a buffer, which a step without momentum has not."""
-    ours, twin = sides(sgd, "eager")
-    for i in range(8):
-        for side in (ours, twin):
-            if i in (2, 3, 6):
-                WAYS[way](side, 0.9 / i if i < 6 else 0.0)
-            side.train(X * (1 + i))
-        equal(ours, twin)
-
-
 @pytest.mark.full
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}, {"skip_nonfinite": True}], ids=str)
 def test_steps_after_those_that_a_scaler_calls(options: dict[str, Any]) -> None:
@@ -287,28 +216,6 @@ def test_steps_after_those_that_a_scaler_calls(options: dict[str, Any]) -> None:
         equal(ours, twin)
     assert ours.optimizer.skipped_steps == 1
     assert counter.frame_count == 2
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.01}], ids=str)
-def test_a_parameter_that_was_frozen_when_the_optimizer_was_made(options: dict[str, Any]) -> None:
-    ours, twin = sides(adamw, "eager", **options)
-    for side in (ours, twin):
-        late = nn.Parameter(torch.ones(8, dtype=torch.float64), requires_grad=False)
-        side.model[1].register_parameter("late", late)
-        side.optimizer.add_param_group({"params": [("late", late)], "lr": 0.3})
-        side.model[1].register_forward_hook(lambda module, args, out: out * module.late)
-        for module in (side.model[0], side.model[1]):
-            module.requires_grad_(False)
-        side.optimizer.state.clear()
-    for i in range(8):
-        for side in (ours, twin):
-            if i in (2, 4):
-                side.model[i // 2 - 1].requires_grad_(True)
-            side.train(X * (1 + i))
-        equal(ours, twin)
-        assert (ours.model[1].late == 1).all() == (i < 4)
-    assert is_inlined(ours)
 
 
 @pytest.mark.full

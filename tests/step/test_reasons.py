@@ -104,25 +104,6 @@ def test_the_reason_is_known_before_the_step(change: str) -> None:
     assert engine_of(optimizer).step is not step or step.stale_for(None) == reason
 
 
-UNCHANGED: dict[str, Callable[[Any], object]] = {
-    "a number is assigned": lambda o: o.param_groups[0].update(lr=0.3, momentum=0.25, weight_decay=0.5),
-    "a number is filled": lambda o: o.hyperparameter("lr").fill_(0.3),
-    "a gradient is new": lambda o: setattr(first(o), "grad", torch.ones(4)),
-    "a gradient is absent": lambda o: setattr(first(o), "grad", None),
-    "a checkpoint is loaded": lambda o: o.load_state_dict(o.state_dict()),
-    "state is written in place": lambda o: o.state[first(o)]["momentum_buffer"].zero_(),
-    "a user's entry is written": lambda o: o.param_groups[0].update(initial_lr=0.1),
-}
-
-
-@pytest.mark.parametrize("change", UNCHANGED)
-def test_a_step_that_still_fits_is_not_made_anew(change: str) -> None:
-    optimizer = made()
-    UNCHANGED[change](optimizer)
-    optimizer.step()
-    assert co.compile_report(optimizer).rebuilds == ()
-
-
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_capture_names_the_last_change_and_no_earlier_one(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     simulated_graph.install(monkeypatch)

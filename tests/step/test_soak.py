@@ -6,9 +6,8 @@ import pytest
 from soak import EVENTS, OPTIMIZERS, soak
 from walks import walk
 
-pytestmark = pytest.mark.full
 
-
+@pytest.mark.full
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_steps_stay_right(name: str) -> None:
     happened = soak(name, steps=250, seed=1)
@@ -16,13 +15,15 @@ def test_steps_stay_right(name: str) -> None:
     assert len(happened) > len(set(EVENTS)) - 3
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("lowering", ["inductor", "eager"])
 @pytest.mark.parametrize("name", ["AdamW", "SparseAdam"])
 def test_steps_of_other_lowerings_stay_right(name: str, lowering: str) -> None:
     soak(name, steps=100, seed=2, lowering=lowering)
 
 
-@pytest.mark.parametrize("seed", [0, 11, 23, 1000])
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", range(8))
 def test_ways_to_step_stay_equal(seed: int) -> None:
     """Always the same walks, so that one which fails does so for the change at hand; ``tools/soak --walks`` goes others."""
     walk(seed)

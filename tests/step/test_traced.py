@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from catalog import ruled, shifted, stacked
+from catalog import LOWERINGS, ruled, shifted, stacked
 from new_process import printed_by
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -418,3 +418,35 @@ def test_hooks_that_come_after_compiling_are_called() -> None:
         hook.remove()
         train()
     assert called == [0, 1]
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("clears_first", [True, False])
+def test_a_plain_tensor_beside_a_model_that_is_not_trained(clears_first: bool, lowering: Any) -> None:
+    model = _model().requires_grad_(requires_grad=False)
+    shift, unused = (torch.zeros(6, 4, requires_grad=True) for _ in range(2))
+    theirs = shift.detach().clone().requires_grad_()
+    ours, reference = co.SGD([shift, unused], lr=0.1, lowering=lowering), torch.optim.SGD([theirs], lr=0.1)
+
+    def train(optimizer: torch.optim.Optimizer, added: torch.Tensor) -> None:
+        if clears_first:
+            optimizer.zero_grad()
+        model(X + added).square().mean().backward()
+        optimizer.step()
+        if not clears_first:
+            optimizer.zero_grad()
+
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(train, backend=counter, fullgraph=True)
+    for _ in range(3):
+        compiled(ours, shift)
+        train(reference, theirs)
+        torch.testing.assert_close(shift, theirs)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.quick
+def test_gradients_of_a_traced_backward_are_their_own() -> None:
+    """With ``zero_grad`` first and a graph break behind the backward, which torch 2.13 takes for one buffer."""
+    assert json.loads(printed_by("traced_gradients")) == [[[1, 10, 100]] * 3] * 3
