@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 from gpu_code_cases import CASES, MINIMUM, GPUCase, in_lists_of_two
+from in_triton import interpret
 from interpreted_stacks import SHAPES, made
-from new_process import printed_by
 from torch import Tensor, nn
 
 from compiled_optim.lowering import stack_code
@@ -111,7 +111,7 @@ def differences(written: dict[str, dict[str, Any]], tmp_path_factory: pytest.Tem
     folder = tmp_path_factory.mktemp("written")
     for name, modules in written.items():
         (folder / f"{name}.json").write_text(json.dumps(modules))
-    found: dict[str, list[str]] = json.loads(printed_by("interpreted_inlined", FOLDER=str(folder), TRITON_INTERPRET="1"))
+    found: dict[str, list[str]] = interpret("interpreted_inlined", str(folder))
     return found
 
 
@@ -143,6 +143,6 @@ def test_stacks_on_a_gpu_do_what_eager_steps_do(name: str, tmp_path: Path) -> No
     assert functions
     file = tmp_path / "modules.json"
     file.write_text(json.dumps({name: [sources[0] for sources in functions]}))
-    found = json.loads(printed_by("interpreted_stacks", FILE=str(file), TRITON_INTERPRET="1"))
+    found = interpret("interpreted_stacks", str(file))
     exact = ("step", "momentum_buffer")
     assert {n: error for n, error in found[name].items() if error > (1e-6 if n.endswith(exact) else 0.02)} == {}

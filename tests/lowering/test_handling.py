@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import handling
 import pytest
 import torch
-from new_process import printed_by
+from in_triton import interpret
 from torch import nn
 
 import compiled_optim as co
@@ -30,7 +29,8 @@ ROUNDED_TWICE = {"float64-float32-float16"}
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return json.loads(printed_by("interpreted_handling", TRITON_INTERPRET="1"))
+    found: dict[str, Any] = interpret("interpreted_handling")
+    return found
 
 
 @pytest.fixture(scope="module")

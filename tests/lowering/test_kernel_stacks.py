@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
+from in_triton import interpret
 from matrix_averages import MatrixAverages
-from new_process import printed_by
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
@@ -78,7 +77,7 @@ def interpreted(request: pytest.FixtureRequest) -> dict[str, Any]:
     """What one process finds that interprets the cases that this run takes."""
     own = (item for item in request.session.items if item.originalname == "test_interpreted_loops_equal_eager_steps")
     wanted = [item.callspec.params["case"] for item in own]
-    found: dict[str, Any] = json.loads(printed_by("interpreted_loops", *wanted, TRITON_INTERPRET="1"))
+    found: dict[str, Any] = interpret("interpreted_loops", *wanted)
     return found
 
 

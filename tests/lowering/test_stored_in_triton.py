@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import expecttest
 import pytest
 import torch
-from new_process import printed_by
+from in_triton import interpret
 from stored_cases import CASES, MODES
 
 from compiled_optim.rule.symbols import PLAIN
@@ -119,7 +118,8 @@ def test_buffers_are_coded_in_the_order_of_their_declaration() -> None:
 
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
-    return json.loads(printed_by("interpreted_storage", TRITON_INTERPRET="1"))
+    found: dict[str, Any] = interpret("interpreted_storage")
+    return found
 
 
 @pytest.mark.full

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from new_process import printed_by
+from in_triton import interpret
 from torch import nn
 
 import compiled_optim as co
@@ -94,7 +93,7 @@ def test_sums_take_few_float64_operations(
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, dict[str, float]]:
     """What one process finds."""
-    found: dict[str, dict[str, float]] = json.loads(printed_by("interpreted_sums", TRITON_INTERPRET="1"))
+    found: dict[str, dict[str, float]] = interpret("interpreted_sums")
     return found
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 from typing import Any
 
 import pytest
 import torch
-from new_process import printed_by
+from in_triton import interpret
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -102,7 +101,7 @@ def test_loops_take_it_for_large_matrices_with_aligned_rows(
 def test_the_kernel_is_right_in_the_interpreter() -> None:
     """Against float64; symmetric in every bit; at sizes around those of a block, of batches, transposed or not."""
     pytest.importorskip("triton")
-    found = json.loads(printed_by("interpreted_symmetric", TRITON_INTERPRET="1"))
+    found = interpret("interpreted_symmetric")
     assert len(found) == 80
     assert {case: wrong for case, wrong in found.items() if wrong} == {}
 

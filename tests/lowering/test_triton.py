@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import re
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from catalog import cases
-from new_process import printed_by
+from in_triton import interpret
 
 from compiled_optim.lowering.kernels import triton as lowering
 from compiled_optim.plan.compilations import KernelKey
@@ -101,8 +100,9 @@ def interpreted_errors(request: pytest.FixtureRequest) -> dict[str, float]:
     """By case and dtype: of the cases that this run takes, in float32 alone unless it is a full one."""
     own = (item for item in request.session.items if item.originalname == "test_interpreted_kernels_equal_eager")
     wanted = [str(item.callspec.params["case"]) for item in own]
-    dtypes = [] if request.config.getoption("--full") else ["--float32"]
-    return json.loads(printed_by("interpreted", *dtypes, *wanted, TRITON_INTERPRET="1"))
+    dtypes = "all" if request.config.getoption("--full") else "float32"
+    found: dict[str, float] = interpret("interpreted_catalogue", dtypes, *wanted)
+    return found
 
 
 OF_EACH_OPTIMIZER = {case.optimizer: case for case in reversed(cases())}.values()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -11,7 +10,7 @@ import pytest
 import torch
 from catalog import LOWERINGS
 from gradients_of_any_size import SCALES, SIZES, exact_norm, gradients, outcomes
-from new_process import printed_by
+from in_triton import interpret
 
 import compiled_optim as co
 
@@ -25,7 +24,8 @@ def fresh() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def interpreted() -> dict[str, Any]:
     pytest.importorskip("triton")
-    return json.loads(printed_by("gradients_of_any_size", TRITON_INTERPRET="1"))
+    found: dict[str, Any] = interpret("gradients_of_any_size")
+    return found
 
 
 @pytest.mark.full

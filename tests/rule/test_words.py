@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 
 import pytest
 import torch
 import word_rules
-from new_process import printed_by
+from in_triton import interpret
 
 from compiled_optim import rule
 from compiled_optim.rule import symbols
@@ -40,7 +39,7 @@ def test_numbers_have_the_dtype_of_the_values(lowering: str, default_dtype: torc
 
 def test_numbers_have_the_dtype_of_the_values_in_triton() -> None:
     pytest.importorskip("triton")
-    assert _wrong(json.loads(printed_by("interpreted_words", TRITON_INTERPRET="1"))) == {}
+    assert _wrong(interpret("word_rules")) == {}
 
 
 def test_every_word_of_numbers_is_in_an_expression() -> None:

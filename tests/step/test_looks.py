@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from new_process import printed_by
+from in_triton import interpret
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_optim as co
@@ -22,7 +21,7 @@ pytest.importorskip("triton")
 @pytest.mark.full
 def test_they_see_what_operations_see() -> None:
     """In Triton's interpreter: all forms and dtypes, no gradients, skipped steps, numbers that change, and replays."""
-    found = json.loads(printed_by("interpreted_samples", TRITON_INTERPRET="1"))
+    found = interpret("interpreted_samples")
     assert len(found) == 13
     assert found.pop("gaps") == [""]
     assert found == {case: ["look note"] for case in found}

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import overflows
 import pytest
 import torch
-from new_process import printed_by
+from in_triton import interpret
 from torch import nn
 
 import compiled_optim as co
@@ -30,7 +28,7 @@ def test_inductor_agrees(kind: str, storage: str) -> None:
 @pytest.mark.full
 def test_triton_agrees() -> None:
     pytest.importorskip("triton")
-    found = json.loads(printed_by("interpreted_overflows", TRITON_INTERPRET="1"))
+    found = interpret("overflows")
     assert found == {kind: [] for kind, _ in overflows.COMPILED}
 
 

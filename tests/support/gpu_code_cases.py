@@ -1,7 +1,6 @@
 """Optimizers whose code for a GPU runs in Triton's interpreter, by name: each rule under each choice, and each storage.
 
-The process that compiles the code and the one that interprets it both import this module. Where a cast to bfloat16 rounds to
-nearest no case compares: the interpreter truncates.
+The process that compiles the code and the one that interprets it both import this module.
 """
 
 from __future__ import annotations

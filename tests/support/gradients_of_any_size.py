@@ -1,14 +1,10 @@
-"""Steps with gradients from the smallest numbers to the largest ones: norms, decisions and steps.
-
-As a process of its own, with TRITON_INTERPRET=1, it prints those of the multi-tensor lowering's Triton kernels.
-"""
+"""Steps with gradients from the smallest numbers to the largest ones: norms, decisions and steps."""
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -60,16 +56,6 @@ def outcomes(dtype: torch.dtype, lowering: str, *, compiled: bool = False) -> li
     return found
 
 
-def main() -> None:
-    import quick_interpreter
-
-    from compiled_optim.lowering import coefficients
-    from compiled_optim.lowering.kernels import triton
-
-    quick_interpreter.install()
-    coefficients.BACKENDS["cpu"] = triton.TritonKernel
-    json.dump({str(dtype): outcomes(dtype, "multi_tensor") for dtype in SIZES}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+def interpreted() -> dict[str, Any]:
+    """Return the outcomes of Triton's kernels, by dtype."""
+    return {str(dtype): outcomes(dtype, "multi_tensor") for dtype in SIZES}

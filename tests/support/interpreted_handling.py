@@ -1,22 +1,17 @@
-"""Runs the Triton kernels on the cases of ``handling``; a process of its own, with TRITON_INTERPRET=1."""
+"""Triton's kernels on the cases of ``handling``, and which accesses are wide."""
 
 from __future__ import annotations
 
 import contextlib
-import json
-import sys
 from collections.abc import Iterator
 from typing import Any
 from unittest import mock
 
 import handling
-import quick_interpreter
 import torch
 from torch import nn
 
 import compiled_optim as co
-from compiled_optim.lowering import coefficients
-from compiled_optim.lowering.kernels import triton
 
 SIZES = (1, 12, 15, 120, 1030, 2048)
 WIDTHS = (1, 4, 6, 8, 1028)
@@ -24,11 +19,10 @@ BY_DTYPE = {"float32": (torch.float32,) * 2, "float64": (torch.float64,) * 2, "b
 BY_DTYPE["bfloat16 gradients"] = (torch.float32, torch.bfloat16)
 
 
-def main() -> None:
-    coefficients.BACKENDS["cpu"] = triton.TritonKernel
-    quick_interpreter.install()
+def interpreted() -> dict[str, Any]:
+    """Return errors by case, and the sizes of what is accessed 16 bytes at a time."""
     with claims() as claimed:
-        found = {
+        return {
             "errors": handling.errors("multi_tensor"),
             "alignment matters": [name for name in BY_DTYPE if alignment_matters(BY_DTYPE[name][0])],
             "wide": {name: wide(*dtypes, set(), claimed) for name, dtypes in BY_DTYPE.items()},
@@ -36,7 +30,6 @@ def main() -> None:
             "wide rows": [width for width in WIDTHS if has_wide_rows(width, claimed)],
             "huge": handling.end_of_huge(2),
         }
-    json.dump(found, sys.stdout)
 
 
 @contextlib.contextmanager
@@ -91,7 +84,3 @@ def has_wide_rows(width: int, claimed: set[int]) -> bool:
     claimed.clear()
     co.SparseAdam([param]).step()
     return all(param[row].data_ptr() in claimed for row in (1, 4))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""Runs what Inductor wrote for inlined steps on a GPU in Triton's interpreter, on a CPU, beside the eager lowering.
-
-``FOLDER`` has a file for each of some of :data:`CASES`, with the modules that Inductor wrote. Prints what differs.
-"""
+"""What Inductor wrote for inlined and called steps on a GPU, beside the eager lowering."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import ast
 import importlib.util
 import itertools
 import json
-import os
 import re
 import textwrap
 from collections.abc import Callable
@@ -20,7 +16,6 @@ from unittest import mock
 import numpy as np
 import torch
 from gpu_code_cases import CASES, MINIMUM, GPUCase, in_lists_of_two
-from quick_interpreter import install
 from torch import Tensor
 from triton import language
 from triton.runtime.interpreter import TensorHandle
@@ -176,10 +171,14 @@ def _differences(case: GPUCase, found: dict[str, Tensor]) -> list[str]:
     return differing
 
 
-def main() -> None:
+def interpreted(place: str) -> dict[str, list[str]]:
+    """Return what differs, by case.
+
+    Args:
+        place: a folder with a file for each of some of :data:`CASES`, with the modules that Inductor wrote.
+    """
     storage.MINIMUM = MINIMUM
-    install()
-    folder = Path(os.environ["FOLDER"])
+    folder = Path(place)
     found = {}
     for path in sorted(folder.glob("*.json")):
         written = json.loads(path.read_text())
@@ -188,8 +187,4 @@ def main() -> None:
         if written["inlined"]:
             found[f"{path.stem} inlined"] = _differences(case, _inlined(case, written["inlined"], folder))
         found[f"{path.stem} called"] = _differences(case, _called(case, written["called"], folder))
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

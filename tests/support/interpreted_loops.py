@@ -1,28 +1,23 @@
-"""Runs Triton's loops over stacks on CPU tensors, beside the eager lowering; a process of its own, with TRITON_INTERPRET=1.
+"""Triton's loops over stacks, beside the eager lowering.
 
-Prints how far parameters and state are from those of eager steps, relative to what the steps change, and how often our
-kernel of symmetric products ran. The second step is clipped, the third one skipped, and ours is under autocast in the last
-one. Symmetric products are ours from 20 rows on, where rows and columns are multiples of 8. Arguments name the cases to run.
+How far parameters and state are from those of eager steps, relative to what the steps change, and how often our kernel of
+symmetric products runs. The second step is clipped, the third one skipped, and ours is under autocast in the last
+one. Symmetric products are ours from 20 rows on, where rows and columns are multiples of 8.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 from typing import Any
 from unittest import mock
 
 import torch
-from interpreted_storage import convert_bfloat16, leave_undefined
 from matrix_averages import MatrixAverages
-from quick_interpreter import install
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import compiled_optim as co
-from compiled_optim.lowering import coefficients, stack_loops
-from compiled_optim.lowering.kernels import symmetric, triton, triton_stacks
+from compiled_optim.lowering.kernels import symmetric, triton_stacks
 from compiled_optim.lowering.stacks import LoopStack
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
@@ -122,13 +117,9 @@ def stepped(name: str, dtype: torch.dtype, lowering: str) -> dict[str, Tensor]:
     return state | {f"{i}": number(p.detach()).double() - s for i, (p, s) in enumerate(zip(params, start, strict=True))}
 
 
-def main() -> None:
-    install()
-    convert_bfloat16()
-    leave_undefined()
+def interpreted(*cases: str) -> dict[str, Any]:
+    """Return errors and the number of symmetric products, by case."""
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    coefficients.BACKENDS["cpu"] = triton.TritonKernel
-    stack_loops.LOOPS["cpu"] = stack_loops.LOOPS["cuda"]
     found = {}
     multiplications: list[Any] = []
 
@@ -138,14 +129,10 @@ def main() -> None:
 
     patched = mock.patch.multiple(triton_stacks, tiling_of=lambda device: TILING, multiplier=multiplier)
     with patched, mock.patch.object(storage, "MINIMUM", 64):
-        for case in sys.argv[1:] or CASES:
+        for case in cases:
             multiplications.clear()
             ours, expected = (stepped(*CASES[case], lowering) for lowering in ("auto", "eager"))
             errors = {n: ((ours[n] - e).norm() / e.norm().clamp(min=1e-30)).item() for n, e in expected.items()}
             found[case] = {"errors": errors, "symmetric products": len(multiplications)}
     torch.distributed.destroy_process_group()
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

@@ -1,24 +1,19 @@
-"""Runs the kernels that look at watched steps on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
+"""The kernels that look at watched steps: which launches a step with them has more, and whether they see what torch sees.
 
-Prints, for each case, how the launches end that a step with them has more, and where the table differs from that of torch's
-operations by more than roundings.
+Tables may differ from those of torch's operations by roundings.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
 from unittest import mock
 
-import quick_interpreter
 import torch
-from interpreted_storage import convert_bfloat16
 from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.capture import graph
-from compiled_optim.lowering import coefficients
 from compiled_optim.lowering.kernels import triton
 from compiled_optim.optimizer import engine_of
 from compiled_optim.step import watch as watch_module
@@ -143,16 +138,10 @@ def differences(case: str, *, captured: bool) -> Iterator[str]:
             yield f"{ours} in place of {theirs}"
 
 
-def main() -> None:
-    quick_interpreter.install()
-    convert_bfloat16()
-    coefficients.BACKENDS["cpu"] = triton.TritonKernel
+def interpreted() -> dict[str, list[str]]:
+    """Return how the launches end that a step with them has more, and which tables differ, by case."""
     triton.prepared = watch_module.prepared = prepared  # type: ignore[assignment]
     found = {case: [*differences(case, captured=False)] for case in CASES}
     graph.GRAPHS["cpu"] = LaunchGraph  # type: ignore[assignment]
     found |= {f"captured {case}": [*differences(case, captured=True)] for case in ("float32", "skipping")}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

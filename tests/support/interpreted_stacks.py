@@ -1,13 +1,8 @@
-"""Runs what Inductor wrote for stacks of matrices on a GPU in Triton's interpreter, on a CPU, beside the eager lowering.
-
-``FILE`` has, by the names of :data:`CASES`, the modules that Inductor wrote. Prints how far parameters and state are from
-those of eager steps, relative to what three steps change.
-"""
+"""What Inductor wrote for stacks of matrices on a GPU, beside the eager lowering: relative to what three steps change."""
 
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,8 +10,6 @@ from unittest import mock
 
 import interpreted_inlined
 import torch
-from interpreted_storage import convert_bfloat16
-from quick_interpreter import install
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -57,24 +50,23 @@ def stepped(name: str, lowering: str) -> dict[str, Tensor]:
     return state | {f"{i}": p.detach().double() - s for i, (p, s) in enumerate(zip(params, start, strict=True))}
 
 
-def main() -> None:
-    install()
-    convert_bfloat16()
+def interpreted(file: str) -> dict[str, dict[str, float]]:
+    """Return how far parameters and state are from those of eager steps, by case.
+
+    Args:
+        file: has, by the names of :data:`SHAPES`, the modules that Inductor wrote.
+    """
     found = {}
     with tempfile.TemporaryDirectory() as folder:
-        for name, modules in json.loads(Path(os.environ["FILE"]).read_text()).items():
+        for name, modules in json.loads(Path(file).read_text()).items():
             given = iter(modules)
 
             def compiled(*_: Any, given: Any = given, **__: Any) -> Code:
                 return interpreted_inlined._loaded(next(given), Path(folder))
 
             with mock.patch.multiple(stack_code, compiled=compiled, _kernels={}):
-                interpreted = stepped(name, "inductor")
+                ours = stepped(name, "inductor")
             assert next(given, None) is None
             expected = stepped(name, "eager")
-            found[name] = {n: ((interpreted[n] - e).norm() / e.norm()).item() for n, e in expected.items()}
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+            found[name] = {n: ((ours[n] - e).norm() / e.norm()).item() for n, e in expected.items()}
+    return found

@@ -1,82 +1,34 @@
-"""Runs the Triton kernels of weights and state in few bytes on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
+"""Weights and state in few bytes by Triton's kernels, beside the eager lowering.
 
-Prints what of the parameters and the state differs from the eager lowering in any bit, for every case. Prints how many
-float32 numbers, of all exponents, come back from a weight and its remainder otherwise than promised.
+A weight and its remainder hold float32 numbers of all exponents.
 """
 
 from __future__ import annotations
 
-import json
-import sys
 import warnings
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
-import numpy as np
-import quick_interpreter
 import torch
 from stored_cases import CASES, MINIMUM, Case
 from torch import Tensor, nn
-from triton import language
-from triton.runtime import interpreter
 
 import compiled_optim as co
-from compiled_optim.lowering import coefficients
-from compiled_optim.lowering.kernels import triton
 from compiled_optim.rule import storage
 
 HALVES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def interpret() -> None:
-    """Let steps on a CPU be Triton's kernels, interpreted."""
-    quick_interpreter.install()
-    convert_bfloat16()
-    leave_undefined()
-    coefficients.BACKENDS["cpu"] = triton.TritonKernel
+def interpreted() -> dict[str, Any]:
+    """Return what differs from the eager lowering in any bit, by case, and which promises are broken, by dtype."""
     warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of what is infinite
-
-
-def main() -> None:
-    interpret()
     broken = {
         f"{mode} {name}": broken_promises(mode, dtype) for mode in storage.REMAINDER_BITS for name, dtype in HALVES.items()
     }
     with mock.patch.object(storage, "MINIMUM", MINIMUM):
         unlike = {name: differences(case) for name, case in CASES.items()}
-    json.dump({"differences": unlike, "broken promises": broken}, sys.stdout)
-
-
-def convert_bfloat16() -> None:
-    """Let the interpreter convert between float32 and bfloat16 as a GPU does. It cuts, and mistakes subnormal numbers."""
-    cast = interpreter.InterpreterBuilder.cast_impl
-
-    def converted(self: Any, source: Any, dtype: Any) -> Any:
-        kinds = source.dtype.scalar, dtype.scalar
-        if kinds not in ((language.float32, language.bfloat16), (language.bfloat16, language.float32)):
-            return cast(self, source, dtype)
-        values = torch.from_numpy(np.ascontiguousarray(source.data))
-        if kinds[0] == language.float32:
-            return interpreter.TensorHandle(values.bfloat16().view(torch.uint16).numpy(), kinds[1])
-        return interpreter.TensorHandle(values.view(torch.bfloat16).float().numpy(), kinds[1])
-
-    interpreter.InterpreterBuilder.cast_impl = converted
-
-
-def leave_undefined() -> None:
-    """Let what a masked load does not read be large numbers, not 0: on a GPU it may be anything."""
-    load = interpreter.InterpreterBuilder.create_masked_load
-
-    def filled(self: Any, pointers: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
-        if other is None:
-            dtype = pointers.get_element_ty()
-            numbers = np.empty(pointers.data.shape, dtype=interpreter._get_np_dtype(dtype))
-            numbers.view(np.uint8).fill(0x7E)
-            other = interpreter.TensorHandle(numbers, dtype)
-        return load(self, pointers, mask, other, *options, **named)
-
-    interpreter.InterpreterBuilder.create_masked_load = filled
+    return {"differences": unlike, "broken promises": broken}
 
 
 def root(x: Tensor, exact: Callable[[Tensor], Tensor] = torch.sqrt) -> Tensor:
@@ -136,7 +88,3 @@ def broken_promises(mode: str, dtype: torch.dtype) -> dict[str, int]:
         "what does not move stays": alike(narrow, again[0]) & (~narrow.isfinite() | (rest == again[1])),
     }
     return {promise: int((~kept).sum()) for promise, kept in promises.items() if not kept.all()}
-
-
-if __name__ == "__main__":
-    main()

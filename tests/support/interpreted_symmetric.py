@@ -1,18 +1,12 @@
-"""Runs the kernel of symmetric products on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
-
-Prints, for each case, the largest error against float64 in units of bfloat16's rounding, and what else is wrong.
-"""
+"""The kernel of symmetric products beside float64 ones, in units of bfloat16's rounding."""
 
 from __future__ import annotations
 
 import itertools
-import json
 from typing import Any
 
 import numpy as np
-import quick_interpreter
 import torch
-from interpreted_storage import convert_bfloat16
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import symmetric, triton
@@ -66,9 +60,8 @@ def wrong(x: Tensor, numbers: tuple[Any, ...], tiling: symmetric.Tiling = TILING
     return said if torch.equal(found, found.mT) else [*said, "it is not symmetric"]
 
 
-def main() -> None:
-    quick_interpreter.install()
-    convert_bfloat16()
+def interpreted() -> dict[str, list[str]]:
+    """Return what is wrong, by case."""
     np.matmul = None  # what it makes depends on the processor
     found = {}
     for rows, columns, batch, transposed in itertools.product(ROWS, COLUMNS, BATCHES, (False, True)):
@@ -81,8 +74,4 @@ def main() -> None:
         each = torch.linspace(0.5, 2.0, 3 * batch[0]).view(3, batch[0]).unbind()
         for name, numbers in {"same": (3.4445, -4.775, 2.0315), "each": each}.items():
             found[f"quadratic {name} {rows} {batch}"] = wrong(x, numbers)
-    print(json.dumps(found))
-
-
-if __name__ == "__main__":
-    main()
+    return found

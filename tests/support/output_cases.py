@@ -165,3 +165,11 @@ def _served(values: Tensor, served: torch.dtype) -> Tensor:
     """Return the bits of ``values`` in the dtype ``served``."""
     kinds = {2: torch.int16, 4: torch.int32}
     return values.to(served).view(kinds[served.itemsize])
+
+
+def interpreted(*names: str) -> list[str]:
+    """Compare the cases of these names with Triton's kernels; which were compared."""
+    chosen = [case for case in output_cases() if str(case) in names]
+    for case in chosen:
+        compare(case)
+    return [str(case) for case in chosen]

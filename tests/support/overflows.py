@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -67,3 +68,9 @@ def disagreements(kind: str, storage: str, lowering: str, other: str) -> list[st
 
 def _verdicts(numbers: Tensor) -> Tensor:
     return numbers.isinf() + 2 * numbers.isnan()
+
+
+def interpreted() -> dict[str, list[str]]:
+    """Return where the eager lowering disagrees with Triton's kernels."""
+    warnings.filterwarnings("ignore", category=RuntimeWarning)  # numpy's, of what is infinite
+    return {kind: disagreements(kind, storage, "multi_tensor", "eager") for kind, storage in COMPILED}

@@ -7,6 +7,8 @@
 * It makes a table of all types whenever it asks for numpy's name of one.
 * For every operation it makes anew the type of the result, and what a tensor says of its type, in objects for each size.
 * It compares the shapes of two blocks size by size, also where they are the same.
+* It cuts where float32 becomes bfloat16, and mistakes subnormal numbers; here both are converted as on a GPU.
+* What a masked load does not read is 0 there; on a GPU it may be anything, and here it is large numbers.
 * It multiplies matrices with numpy's BLAS, which adds in another order on each processor, even for one element and its
   mirror image; and it takes the bits of bfloat16 for whole numbers there. Here each element adds its products in order.
 """
@@ -17,6 +19,7 @@ import inspect
 from typing import Any
 
 import numpy as np
+import torch
 from triton import language
 from triton.runtime import interpreter
 
@@ -54,6 +57,39 @@ def install() -> None:
     interpreter._get_np_dtype = known_numpy_type
     interpreter.InterpreterBuilder.create_dot = _product
     _share_types()
+    _convert_bfloat16()
+    _leave_undefined()
+
+
+def _convert_bfloat16() -> None:
+    """Let the interpreter convert between float32 and bfloat16 as a GPU does."""
+    cast = interpreter.InterpreterBuilder.cast_impl
+
+    def converted(self: Any, source: Any, dtype: Any) -> Any:
+        kinds = source.dtype.scalar, dtype.scalar
+        if kinds not in ((language.float32, language.bfloat16), (language.bfloat16, language.float32)):
+            return cast(self, source, dtype)
+        values = torch.from_numpy(np.ascontiguousarray(source.data))
+        if kinds[0] == language.float32:
+            return interpreter.TensorHandle(values.bfloat16().view(torch.uint16).numpy(), kinds[1])
+        return interpreter.TensorHandle(values.view(torch.bfloat16).float().numpy(), kinds[1])
+
+    interpreter.InterpreterBuilder.cast_impl = converted
+
+
+def _leave_undefined() -> None:
+    """Let what a masked load does not read be large numbers."""
+    load = interpreter.InterpreterBuilder.create_masked_load
+
+    def filled(self: Any, pointers: Any, mask: Any, other: Any, *options: Any, **named: Any) -> Any:
+        if other is None:
+            dtype = pointers.get_element_ty()
+            numbers = np.empty(pointers.data.shape, dtype=interpreter._get_np_dtype(dtype))
+            numbers.view(np.uint8).fill(0x7E)
+            other = interpreter.TensorHandle(numbers, dtype)
+        return load(self, pointers, mask, other, *options, **named)
+
+    interpreter.InterpreterBuilder.create_masked_load = filled
 
 
 def _product(builder: Any, a: Any, b: Any, total: Any, *precision: Any) -> Any:

@@ -167,3 +167,8 @@ def run(lowering: str, *, inlined: bool = False, dtype: torch.dtype = torch.floa
         step()
         results.append({name: value.clone() for name, value in made.state[param].items()})
     return errors(results)
+
+
+def interpreted() -> dict[str, float]:
+    """Return the errors of Triton's kernels."""
+    return run("multi_tensor")

@@ -1,21 +1,12 @@
-"""Runs the multi-tensor lowering's Triton kernels on CPU tensors; a process of its own, with TRITON_INTERPRET=1.
+"""The multi-tensor lowering's Triton kernels beside the eager lowering, for cases of the catalogue.
 
-Prints, for the cases of the catalogue that are named, the largest relative difference from the eager lowering. Every
-parameter has a scale of its own. The second step is clipped, the third one skipped.
+Every parameter has a scale of its own. The second step is clipped, the third one skipped.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-
-import quick_interpreter
 import torch
 from catalog import Case, cases, relative_error
-
-from compiled_optim.lowering import coefficients
-from compiled_optim.lowering.kernels import triton
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "complex64": torch.complex64}
 
@@ -35,16 +26,11 @@ def dtypes_of(case: Case, only_float32: bool) -> list[str]:
     return [name for name, dtype in DTYPES.items() if not dtype.is_complex or (case == second and case.takes_complex)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--float32", action="store_true", help="in this dtype alone")
-    parser.add_argument("cases", nargs="+")
-    wanted = parser.parse_args()
-    quick_interpreter.install()
-    coefficients.BACKENDS["cpu"] = triton.TritonKernel
+def interpreted(dtypes: str, *names: str) -> dict[str, float]:
+    """Return the largest relative difference from the eager lowering, by case and dtype, of all or of ``float32`` alone."""
     errors = {}
-    for case in (case for case in cases() if str(case) in wanted.cases):
-        for name in dtypes_of(case, wanted.float32):
+    for case in (case for case in cases() if str(case) in names):
+        for name in dtypes_of(case, dtypes == "float32"):
             results = []
             for lowering in ("multi_tensor", "eager"):
                 params = case.parameters(DTYPES[name], LARGE)
@@ -61,8 +47,4 @@ def main() -> None:
                 results.append((params, state))
             (ours, our_state), (expected, expected_state) = results
             errors[f"{case}-{name}"] = max(relative_error(ours, expected), relative_error(our_state, expected_state))
-    json.dump(errors, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    return errors
