@@ -6,17 +6,14 @@ import contextlib
 import copy
 import importlib.machinery
 import importlib.util
-import io
 import json
 import os
 import random
 import resource
 import shutil
-import struct
 import subprocess
 import sys
 import threading
-import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -561,113 +558,12 @@ def _attempt(action: Callable[[], Any], *directories: Path) -> Any:
     return message
 
 
-def _outcome(path: Path, out: Path, form: str) -> str:
-    """Whether a conversion ended in "read", "written" or none of them; what is written can be read."""
-    saved = _attempt(lambda: files.read(path), path.parent, out.parent)
-    mapped = _attempt(lambda: files.convert(path, out, form), path.parent, out.parent)
-    # A record whose checksum was made right for another size is only noticed where it is read, not where it is mapped.
-    assert isinstance(mapped, str) or not isinstance(saved, str) or "record size" in saved
-    if isinstance(saved, str):
-        return "unread"
-    if _attempt(lambda: files.write(saved, out, form), path.parent, out.parent):
-        return "read"
-    files.read(out)
-    return "written"
-
-
-def _flipped(content: bytes, places: random.Random) -> bytes:
-    flipped = bytearray(content)
-    for _ in range(places.choice((1, 1, 1, 2, 8))):
-        flipped[places.randrange(len(flipped))] ^= 1 << places.randrange(8)
-    return bytes(flipped)
-
-
-def _cut(content: bytes, places: random.Random) -> bytes:
-    return content[: places.randrange(len(content))]
-
-
-def _overwritten(content: bytes, places: random.Random) -> bytes:
-    at, size = places.randrange(len(content)), places.randrange(1, 64)
-    return content[:at] + places.choice((bytes(size), b"\xff" * size, places.randbytes(size))) + content[at + size :]
-
-
-def _rezipped(content: bytes, places: random.Random) -> bytes:
-    """A zip file with damage in one member, whose checksum is right."""
-    source, result = zipfile.ZipFile(io.BytesIO(content)), io.BytesIO()
-    damaged = places.choice([name for name in source.namelist() if name.endswith("data.pkl")] * 4 + source.namelist())
-    with zipfile.ZipFile(result, "w") as target:
-        for name in source.namelist():
-            member = source.read(name)
-            damage = places.choice((_flipped, _cut, _overwritten))
-            target.writestr(name, damage(member, places) if name == damaged and member else member)
-    return result.getvalue()
-
-
-_LIES = [
-    0,
-    1,
-    -1,
-    3,
-    7,
-    2**31,
-    2**40,
-    2**62,
-    10**30,
-    [],
-    "F32",
-    "F64",
-    "BOOL",
-    "I8",
-    "C64",
-    None,
-    {},
-    [0],
-    [4, 3],
-    [2**40, 2**40],
-]
-
-
-def _lying(content: bytes, places: random.Random) -> bytes:
-    """Safetensors whose header says something else than it should, of itself or of a tensor."""
-    size = int.from_bytes(content[:8], "little")
-    header, data = json.loads(content[8 : 8 + size]), content[8 + size :]
-    kind = places.randrange(3)
-    if kind == 0:
-        return struct.pack("<Q", places.choice((0, 1, size - 1, size + 1, len(content), 2**40, 2**63))) + content[8:]
-    tensor = header[places.choice(sorted(header))]
-    key = places.choice(sorted(tensor))
-    if kind == 1:
-        tensor[key] = places.choice(_LIES)
-    elif isinstance(tensor[key], list) and tensor[key]:
-        tensor[key][places.randrange(len(tensor[key]))] = places.choice(_LIES)
-    text = json.dumps(header).encode()
-    return struct.pack("<Q", len(text)) + text + data
-
-
 class TestFuzz:
     """Whatever is in a file or a state dict is converted, or a ValueError or OSError says why not, and nothing changed."""
 
     @pytest.fixture(autouse=True)
     def _fast(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "fsync", lambda file: None)
-
-    @pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
-    def test_files_of_torch(self, legacy: bool, tmp_path: Path) -> None:
-        places = random.Random(1)
-        path, out = tmp_path / "in" / "a.pt", tmp_path / "out" / "a.pt"
-        path.parent.mkdir()
-        out.parent.mkdir()
-        contents = []
-        for saved in (_adamw(), _sgd()):
-            torch.save(saved, path, _use_new_zipfile_serialization=not legacy)
-            contents.append(path.read_bytes())
-        files.write(_adamw(), out, "torch")
-        damages = [_flipped, _cut, _overwritten] + ([] if legacy else [_rezipped] * 3)
-        outcomes: Counter[str] = Counter()
-        for _ in range(200 if legacy else 700):
-            path.write_bytes(places.choice(damages)(places.choice(contents), places))
-            outcomes[_outcome(path, out, places.choice(("torch", "named", "optimi")))] += 1
-        assert min(outcomes["unread"], outcomes["written"]) > 10
 
     def test_each_bit_of_an_entry_of_the_archive(self, tmp_path: Path) -> None:
         """One bit marks a record as a folder: torch.load then leaves the memory of its tensor unset."""
@@ -697,30 +593,6 @@ class TestFuzz:
         content[start + 16 : start + 24] = bytes(8)  # checksum and stored size
         path.write_bytes(content)
         assert "'a/data/1' is marked as a folder, or as empty" in _attempt(lambda: files.read(path), tmp_path)
-
-    def test_files_of_safetensors(self, tmp_path: Path) -> None:
-        places = random.Random(2)
-        path, out = tmp_path / "in" / "a.safetensors", tmp_path / "out" / "a.safetensors"
-        path.parent.mkdir()
-        out.parent.mkdir()
-        contents, groups = [], []
-        for saved in (_adamw(), _sgd()):
-            files.write(saved, path, "safetensors")
-            contents.append(path.read_bytes())
-            groups.append((tmp_path / "in" / "a.json").read_bytes())
-        files.write(_adamw(), out, "safetensors")
-        outcomes: Counter[str] = Counter()
-        for _ in range(700):
-            first, second = places.randrange(2), places.randrange(2)
-            content, text = contents[first], groups[second]
-            if places.random() < 0.6:
-                content = places.choice((_flipped, _cut, _overwritten, _lying, _lying))(content, places)
-            else:
-                text = places.choice((_flipped, _cut, _overwritten))(text, places)
-            path.write_bytes(content)
-            (tmp_path / "in" / "a.json").write_bytes(text)
-            outcomes[_outcome(path, out, "safetensors")] += 1
-        assert min(outcomes["unread"], outcomes["written"]) > 10
 
     @pytest.mark.full
     @pytest.mark.parametrize("base", [_adamw, _sgd, _optimi])
