@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,18 +13,11 @@ import torch
 from catalog import LOWERINGS, Case, cases, copies, relative_error, required, wide_scalars
 from data import make
 from kept_memory import MostAlive
+from round_trips import copied, pickled, through_a_file
 from torch import nn
 
 import compiled_optim as co
 from compiled_optim.optimizer import engine_of
-
-
-def _file(value: Any) -> Any:
-    """``value`` written and read as users write and read checkpoints."""
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
 
 
 def _model(names: Iterable[str]) -> dict[str, nn.Parameter]:
@@ -62,7 +53,7 @@ def test_by_name_in_another_order_and_grouping() -> None:
     straight = _model("abcdeX")
     optimizer = co.AdamW(_groups(straight, "abc", "deX"), lr=0.05)
     _train(optimizer, straight, 3)
-    saved = _file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict())
     weights = {n: p.detach().clone() for n, p in straight.items()}
 
     changed = _model("ebdacN")
@@ -88,7 +79,7 @@ def test_loads_into_live_tensors(lowering: str) -> None:
     model = _model("ab")
     optimizer = co.AdamW(list(model.items()), lr=0.05, lowering=lowering)
     _train(optimizer, model, 2)
-    saved = _file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict())
     weights = [p.detach().clone() for p in model.values()]
     _train(optimizer, model, 4, first=2)
     after_six = [p.detach().clone() for p in model.values()]
@@ -126,9 +117,9 @@ def test_interchange_with_torch(case: Case) -> None:
             reference.step()
     own = {"maximize": case.kwargs.get("maximize", False), **_statics(case), **required(case.optimizer)}
     to_ours = case.optimizer(copies(theirs, torch.float64), **own)
-    to_ours.load_state_dict(_file(reference.state_dict()))
+    to_ours.load_state_dict(through_a_file(reference.state_dict()))
     to_torch = case.reference(copies(ours, torch.float64), **required(case.optimizer))
-    to_torch.load_state_dict(_file(optimizer.state_dict()))
+    to_torch.load_state_dict(through_a_file(optimizer.state_dict()))
     for group in to_torch.param_groups:
         group["maximize"] = case.kwargs.get("maximize", False)
     first, second = to_ours.param_groups[0]["params"], to_torch.param_groups[0]["params"]
@@ -162,7 +153,7 @@ def test_run_time_flags_stay_behind(flags: dict[str, bool]) -> None:
     for group in saved["param_groups"]:
         group.update(flags)
     optimizer = co.AdamW(list(ours.items()))
-    optimizer.load_state_dict(_file(saved))
+    optimizer.load_state_dict(through_a_file(saved))
     assert optimizer.param_groups[0]["foreach"] is None
     assert optimizer.param_groups[0]["capturable"] is False
     _train(optimizer, ours, 1, first=2)
@@ -201,7 +192,7 @@ class TestNamesOfTheCheckpoint:
     @pytest.mark.parametrize("hyperparameters", ["checkpoint", "keep"])
     def test_are_taken_over_by_an_optimizer_without(self, kind: Any, hyperparameters: Any) -> None:
         model = _model("ab")
-        saved = _file(kind([{"params": [("a", model["a"])]}, {"params": [("b", model["b"])]}]).state_dict())
+        saved = through_a_file(kind([{"params": [("a", model["a"])]}, {"params": [("b", model["b"])]}]).state_dict())
         twins = [[{"params": [p]} for p in _model("xy").values()] for _ in range(2)]
         ours, theirs = co.AdamW(twins[0]), torch.optim.AdamW(twins[1])
         ours.load_state_dict(saved, hyperparameters=hyperparameters)
@@ -209,7 +200,7 @@ class TestNamesOfTheCheckpoint:
         for optimizer in (ours, theirs):
             assert [g["param_names"] for g in optimizer.state_dict()["param_groups"]] == [["a"], ["b"]]
         assert [g["params"] for g in co.named_state_dict(ours)["param_groups"]] == [["a"], ["b"]]
-        later = pickle.loads(pickle.dumps(ours))
+        later = pickled(ours)
         assert later.load_state_dict(saved) == co.LoadReport([], [], [], [])
         ours.load_state_dict(co.AdamW([{"params": [p]} for p in model.values()]).state_dict())
         assert [g["param_names"] for g in ours.param_groups] == [["a"], ["b"]]
@@ -332,7 +323,7 @@ def test_state_dtypes_are_the_optimizers_own() -> None:
     assert wide.state[model["a"]]["exp_avg"].dtype == torch.float32
     twin = co.AdamW(list(model.items()))
     twin.state[model["a"]].update(exp_avg=torch.zeros(4), exp_avg_sq=torch.zeros(4))
-    twin.load_state_dict(_file(wide.state_dict()))
+    twin.load_state_dict(through_a_file(wide.state_dict()))
     assert torch.equal(twin.state[model["a"]]["exp_avg"], wide.state[model["a"]]["exp_avg"])
 
 
@@ -386,7 +377,7 @@ def test_frozen_state_survives_and_untrained_state_is_reset() -> None:
     optimizer = co.AdamW(list(model.items()))
     _train(optimizer, model, 2)
     model["a"].requires_grad_(False)
-    saved = _file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict())
     other = _model("ab")
     other["a"].requires_grad_(False)
     resumed = co.AdamW(list(other.items()))
@@ -416,14 +407,14 @@ def test_hooks_run_in_torchs_order() -> None:
     assert seen == ["save", "loaded 0.7"]
 
 
-@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@copied
 @pytest.mark.parametrize("stepped", [False, True])
-def test_copies_are_independent_and_go_on(duplicate: Any, stepped: bool) -> None:
+def test_copies_are_independent_and_go_on(copied: Any, stepped: bool) -> None:
     model = _model("ab")
     optimizer = co.AdamW(list(model.items()), lr=0.1, amsgrad=True)
     if stepped:
         _train(optimizer, model, 2)
-    twin_model, twin = duplicate((model, optimizer))
+    twin_model, twin = copied((model, optimizer))
     _train(optimizer, model, 3, first=2)
     _train(twin, twin_model, 3, first=2)
     for name in "ab":
@@ -440,7 +431,7 @@ def test_a_changed_model_goes_on_where_it_was(named: bool) -> None:
     items = list(straight.items())
     optimizer = co.AdamW([{"params": items[:2]}, {"params": items[2:]}], lr=0.05, eps=1e-3)
     _train(optimizer, straight, 3)
-    saved = _file(co.named_state_dict(optimizer) if named else optimizer.state_dict())
+    saved = through_a_file(co.named_state_dict(optimizer) if named else optimizer.state_dict())
 
     changed = _model(["in", "second", "first", "new", "out"])
     common = ["in", "first", "second", "out"]
@@ -465,7 +456,7 @@ class TestNamed:
         model = _model(["linear0.weight", "linear0.bias"])
         optimizer = co.AdamW([(f"module._orig_mod.{n}", p) for n, p in model.items()], lr=0.1)
         _train(optimizer, model, 1)
-        saved = _file(co.named_state_dict(optimizer))
+        saved = through_a_file(co.named_state_dict(optimizer))
         assert list(saved["state"]) == ["linear0.weight", "linear0.bias"]
         assert set(saved["state"]["linear0.bias"]) == {"step", "exp_avg", "exp_avg_sq"}
         assert saved["param_groups"][0]["params"] == ["linear0.weight", "linear0.bias"]
@@ -478,7 +469,7 @@ class TestNamed:
         optimizer = co.AdamW(named)
         _train(optimizer, named, 2)
         other = co.AdamW({n: nn.Parameter(p.detach().clone()) for n, p in reversed(named.items())})
-        assert not any(co.load_named_state_dict(other, _file(co.named_state_dict(optimizer))))
+        assert not any(co.load_named_state_dict(other, through_a_file(co.named_state_dict(optimizer))))
         for name, param in zip(other.param_groups[0]["param_names"], other.param_groups[0]["params"], strict=True):
             assert torch.equal(other.state[param]["exp_avg"], optimizer.state[named[name]]["exp_avg"])
 
@@ -538,9 +529,9 @@ class TestTied:
         source = self._pair(*saved_names)
         optimizer = co.AdamW(source)
         _train(optimizer, dict(list(source.items())[:1]), 2)
-        saved = _file(co.named_state_dict(optimizer) if named else optimizer.state_dict())
+        saved = through_a_file(co.named_state_dict(optimizer) if named else optimizer.state_dict())
         target = self._pair(*names)
-        resumed = pickle.loads(pickle.dumps(co.AdamW(target)))
+        resumed = pickled(co.AdamW(target))
         assert resumed.load_state_dict(saved) == co.LoadReport([], [], [], [])
         (state,), (expected,) = resumed.state.values(), optimizer.state.values()
         assert torch.equal(state["exp_avg"], expected["exp_avg"])
@@ -564,7 +555,7 @@ def test_a_module_that_is_named_like_a_wrapper() -> None:
     _train(optimizer, model, 2)
     other = _model(["module.weight", "weight"])
     resumed = co.AdamW(other)
-    assert resumed.load_state_dict(_file(optimizer.state_dict())) == co.LoadReport([], [], [], [])
+    assert resumed.load_state_dict(through_a_file(optimizer.state_dict())) == co.LoadReport([], [], [], [])
     for name, param in model.items():
         assert torch.equal(resumed.state[other[name]]["exp_avg"], optimizer.state[param]["exp_avg"])
 
@@ -698,7 +689,7 @@ def test_loading_takes_less_memory_than_the_largest_tensor(dtype: str) -> None:
 
 def test_a_copied_optimizer_gives_its_state_before_its_first_step() -> None:
     optimizer = co.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.25)
-    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+    for clone in (copy.deepcopy(optimizer), pickled(optimizer)):
         saved = clone.state_dict()
         assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
         assert saved["state"].keys() == {0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from catalog import required, ruled
 from loading import content
+from round_trips import through_a_file, through_a_folder
 from test_load_fuzz import ODD
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
@@ -122,26 +121,12 @@ def _same(ours: tuple[Any, Any], theirs: tuple[Any, Any]) -> None:
             torch.testing.assert_close(first[entry], second[entry], rtol=0, atol=0, equal_nan=True)
 
 
-def _by_torch(saved: Any, *_: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 def _by_safetensors(saved: Any, target: Any, path: Any) -> Any:
     """Which holds contiguous tensors only, so that another order of memory is lost."""
     files = pytest.importorskip("compiled_optim.interop.convert")
     pytest.importorskip("safetensors")
     files.write(saved, path / "state.safetensors", "safetensors")
     return files.read(path / "state.safetensors")
-
-
-def _by_dcp(saved: Any, target: Any, path: Any) -> Any:
-    dcp.save(saved, checkpoint_id=path, no_dist=True)
-    loaded = co.named_state_dict(target)
-    dcp.load(loaded, checkpoint_id=path, no_dist=True)
-    return loaded
 
 
 class TestResume:
@@ -154,13 +139,13 @@ class TestResume:
         optimizer, model = _run(**options)
         twin = _twin(model)
         resumed = _adamw(twin, **options)
-        resumed.load_state_dict(_by_torch(optimizer.state_dict()))
+        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
         _same((optimizer, model), (resumed, twin))
         _train(optimizer, model, range(3, 6))
         _train(resumed, twin, range(3, 6))
         _same((optimizer, model), (resumed, twin))
 
-    @pytest.mark.parametrize("by", [_by_torch, _by_safetensors, _by_dcp])
+    @pytest.mark.parametrize("by", [through_a_file, _by_safetensors, through_a_folder])
     @pytest.mark.parametrize("weights", ["stochastic", "split8"])
     def test_by_name(self, weights: str, by: Callable[..., Any], tmp_path: Any) -> None:
         options = {"weights": weights, "state_dtype": "int8", "exclude": ["small"]}
@@ -178,7 +163,7 @@ class TestResume:
         optimizer, model = _run(**options)
         twin = _twin(model)
         resumed = _adamw(twin, **options)
-        resumed.load_state_dict(_by_torch(optimizer.state_dict()))
+        resumed.load_state_dict(through_a_file(optimizer.state_dict()))
         _train(optimizer, model, range(3, 5))
         _train(resumed, twin, range(3, 5))
         _same((optimizer, model), (resumed, twin))
@@ -194,7 +179,7 @@ class TestResume:
             runs.append((kind(model, **options), model))
         _train(*runs[0], range(4))
         _train(*runs[1], range(2))
-        saved, twin = _by_torch(runs[1][0].state_dict()), _twin(runs[1][1])
+        saved, twin = through_a_file(runs[1][0].state_dict()), _twin(runs[1][1])
         resumed = kind(twin, **options)
         resumed.load_state_dict(saved)
         _train(resumed, twin, range(2, 4))
@@ -227,7 +212,7 @@ class TestAcrossModes:
                 optimizer.state[model["rows"]][PARTS[source]][:, 0] = part
         twin = _twin(model)
         other = _adamw(twin, weights=target)
-        other.load_state_dict(_by_torch(optimizer.state_dict()))
+        other.load_state_dict(through_a_file(optimizer.state_dict()))
         for name in ("rows", "vector", "images"):
             before, after = (_weight(m[name], o.state[m[name]]) for o, m in ((optimizer, model), (other, twin)))
             assert torch.equal(model[name], twin[name])
@@ -315,7 +300,7 @@ class TestCodes:
         optimizer, model = _run(_model(dtype))
         twin = _twin(model)
         other = _adamw(twin, state_dtype="int8")
-        other.load_state_dict(_by_torch(optimizer.state_dict()))
+        other.load_state_dict(through_a_file(optimizer.state_dict()))
         for name in ("rows", "vector", "images"):
             state = other.state[twin[name]]
             assert state["exp_avg_int8"].stride() == twin[name].stride()
@@ -328,7 +313,7 @@ class TestCodes:
         optimizer, model = _run(state_dtype="int8")
         twin = _twin(model)
         other = _adamw(twin, state_dtype=torch.float32)
-        assert not any(other.load_state_dict(_by_torch(optimizer.state_dict()))[:3])
+        assert not any(other.load_state_dict(through_a_file(optimizer.state_dict()))[:3])
         for name in ("rows", "vector", "images"):
             ours, theirs = optimizer.state[model[name]], other.state[twin[name]]
             assert set(theirs) == {"step", "exp_avg", "exp_avg_sq"}
@@ -345,11 +330,11 @@ class TestCodes:
             name: nn.Parameter(param.detach().clone(memory_format=torch.contiguous_format)) for name, param in model.items()
         }
         other = _adamw(twin, state_dtype="int8")
-        other.load_state_dict(_by_torch(optimizer.state_dict()))
+        other.load_state_dict(through_a_file(optimizer.state_dict()))
         ours, theirs = optimizer.state[model["images"]], other.state[twin["images"]]
         self._checked(theirs, {"exp_avg": _tensor(ours).contiguous()})
 
-    @pytest.mark.parametrize("by", [_by_torch, _by_safetensors, _by_dcp])
+    @pytest.mark.parametrize("by", [through_a_file, _by_safetensors, through_a_folder])
     def test_after_an_overflow(self, by: Callable[..., Any], tmp_path: Any) -> None:
         """A gradient whose square is infinite makes an infinite scale, which loads as it is."""
         optimizer, model = _run(weights="split8", state_dtype="int8")
@@ -366,7 +351,7 @@ class TestCodes:
 
     def test_scales_of_another_shape(self) -> None:
         optimizer, model = _run(state_dtype="int8")
-        saved = _by_torch(optimizer.state_dict())
+        saved = through_a_file(optimizer.state_dict())
         saved["state"][0]["exp_avg_scale"] = saved["state"][0]["exp_avg_scale"].reshape(-1)
         twin = _twin(model)
         other = _adamw(twin, state_dtype="int8")
@@ -430,7 +415,7 @@ class TestNamesOfCodes:
         for change in (lambda saved: saved, _renamed):
             twin = _twin(model)
             runs.append((_adamw(twin, weights="split8", state_dtype=target), twin))
-            assert not any(load(runs[-1][0], change(_by_torch(save(optimizer))))[:3])
+            assert not any(load(runs[-1][0], change(through_a_file(save(optimizer))))[:3])
         _same(*runs)
 
     def test_codes_under_the_names_of_numbers_are_found_in_pickles(self) -> None:
@@ -606,7 +591,7 @@ class TestBadInput:
         ids=lambda value: value if isinstance(value, str) else "damage",
     )
     def test_changes_nothing(self, damage: Callable[[dict[str, Any]], None], message: str, options: dict[str, Any]) -> None:
-        saved = _by_torch(_run(weights="split8", state_dtype="int8")[0].state_dict())
+        saved = through_a_file(_run(weights="split8", state_dtype="int8")[0].state_dict())
         damage(saved["state"][0])
         optimizer, _ = _run(**options)
         before = content(optimizer)
@@ -616,7 +601,7 @@ class TestBadInput:
 
     def test_integers_for_numbers(self) -> None:
         optimizer, _ = _run()
-        saved = _by_torch(optimizer.state_dict())
+        saved = through_a_file(optimizer.state_dict())
         saved["state"][0]["exp_avg"] = saved["state"][0]["exp_avg"].to(torch.int8)
         before = content(optimizer)
         with pytest.raises(ValueError, match="exp_avg has codes of 8 bits, and the checkpoint has no"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +10,7 @@ import pytest
 import torch
 from catalog import reference_of, registry, required
 from loading import SHAPE, Uncopyable, by_name, content, freed, train, trained
+from round_trips import pickled, through_a_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -22,17 +21,6 @@ from compiled_optim.rule import Number, buffer, hyper
 
 KINDS = [co.AdamW, co.SGD, co.Muon, co.LBFGS]
 BESIDE = {"ema_step": 3, ("a", 1): "text", None: [torch.ones(2), None], "decay": {"value": 0.5, "step": 7}}
-
-
-def _file(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def _pickled(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
 
 
 def _beside(optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
@@ -58,7 +46,7 @@ class TestBesideTheParameters:
                 optimizer.state[key] = value
         if not (kind is co.LBFGS and form == "named"):
             saved = {"indexed": ours.state_dict, "named": lambda: co.named_state_dict(ours), "file": ours.state_dict}[form]()
-            saved = _file(saved) if form == "file" else saved
+            saved = through_a_file(saved) if form == "file" else saved
             assert {key for key in saved["state"] if key in theirs.state_dict()["state"]} >= BESIDE.keys()
             resumed, reference = trained(kind), reference_of(kind)(ours.param_groups[0]["params"])
             resumed.state["old"] = reference.state["old"] = 1
@@ -67,7 +55,7 @@ class TestBesideTheParameters:
             assert repr(_beside(resumed)) == repr(_beside(reference)) == repr(BESIDE)
             assert resumed.state[None][0] is not ours.state[None][0]  # unlike torch, which shares it
 
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, _pickled])
+    @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickled])
     @pytest.mark.parametrize("kind", KINDS, ids=lambda k: k.__name__)
     def test_goes_with_copies_groups_and_steps(self, kind: type[co.CompiledOptimizer], duplicate: Any) -> None:
         optimizer = trained(kind)
@@ -154,7 +142,7 @@ class TestInAParametersState:
         saving = kind([weight], lowering="eager") if source == "ours" else reference_of(kind)([weight])
         saving.step(lambda: torch.ones(()))
         saving.state[weight].update(_extra())
-        saved = _file(saving.state_dict())
+        saved = through_a_file(saving.state_dict())
         ours, theirs = kind([weight]), reference_of(kind)([weight])
         for optimizer in (ours, theirs):
             optimizer.state[weight]["old"] = 1
@@ -173,8 +161,8 @@ class TestInAParametersState:
         for i, param in enumerate(optimizer.param_groups[0]["params"]):
             optimizer.state[param]["slow"] = torch.full(SHAPE, float(i))
         resumed = trained(kind, "cab")
-        assert not any(resumed.load_state_dict(_file(optimizer.state_dict())))
-        for twin in (resumed, copy.deepcopy(resumed), _pickled(resumed)):
+        assert not any(resumed.load_state_dict(through_a_file(optimizer.state_dict())))
+        for twin in (resumed, copy.deepcopy(resumed), pickled(resumed)):
             if kind is not co.LBFGS:
                 twin.add_param_group({"params": {"z": nn.Parameter(torch.ones(SHAPE))}})
             train(twin)
@@ -226,7 +214,7 @@ class TestInAParametersState:
         frozen = optimizer.param_groups[0]["params"][1]
         optimizer.state[frozen]["old_p"] = torch.ones(2)
         train(optimizer)
-        saved = _file(optimizer.state_dict())
+        saved = through_a_file(optimizer.state_dict())
         assert saved["state"][1].keys() == {"old_p"}
         resumed = trained(co.AdamW, frozen="b")
         assert not any(resumed.load_state_dict(saved))
@@ -343,7 +331,7 @@ def test_lookahead_resumes_as_with_torch(kind: type[co.CompiledOptimizer]) -> No
             wrapped.step()
             if i == 4:
                 resumed = Lookahead(made([weight], lr=0.7))
-                resumed.optimizer.load_state_dict(_file(wrapped.optimizer.state_dict()))
+                resumed.optimizer.load_state_dict(through_a_file(wrapped.optimizer.state_dict()))
                 wrapped = resumed
         results.append(weight.detach())
     assert torch.allclose(*results, rtol=1e-13, atol=0)

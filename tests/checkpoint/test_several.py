@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from loading import content
+from round_trips import through_a_file, through_a_folder
 from torch import nn
 
 import compiled_optim as co
@@ -46,20 +45,6 @@ def _adamws(model: dict[str, nn.Parameter], *names: tuple[str, ...], **options: 
     return [co.AdamW({n: model[n] for n in some}, **{"lr": 0.05, "betas": (0.6, 0.8), **options}) for some in names]
 
 
-def _by_torch(saved: dict[str, Any], _: Any, path: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(saved, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
-def _by_dcp(saved: dict[str, Any], target: list[co.CompiledOptimizer], path: Any) -> Any:
-    dcp.save(saved, checkpoint_id=path, no_dist=True)
-    loaded = co.named_state_dict(target)
-    dcp.load(loaded, checkpoint_id=path, no_dist=True)
-    return loaded
-
-
 def _values(optimizer: co.CompiledOptimizer) -> tuple[Any, ...]:
     """State and hyperparameters, without addresses and in an order of their own."""
     saved = co.named_state_dict(optimizer)
@@ -76,7 +61,7 @@ def _same_future(first: tuple[Any, Any], second: tuple[Any, Any]) -> None:
 
 class TestThereAndBack:
     @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-    @pytest.mark.parametrize("way", [_by_torch, _by_dcp, lambda saved, target, path: copy.deepcopy(saved)])
+    @pytest.mark.parametrize("way", [through_a_file, through_a_folder, lambda saved, target, path: copy.deepcopy(saved)])
     def test_through_files(self, way: Callable[..., Any], tmp_path: Any) -> None:
         model = _model()
         pair = _pair(model)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from round_trips import through_a_file
 from torch import nn
 
 import compiled_optim as co
@@ -85,20 +85,13 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
-def _file(value: Any) -> Any:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 @settings(max_examples=150)
 @given(pair=pairs(), named=st.booleans())
 def test_save_load_save_is_the_identity_on_the_intersection(
     pair: tuple[co.CompiledOptimizer, co.CompiledOptimizer], named: bool
 ) -> None:
     source, target = pair
-    saved = _file(co.named_state_dict(source) if named else source.state_dict())
+    saved = through_a_file(co.named_state_dict(source) if named else source.state_dict())
     theirs, before, numbers = _by_name(source), _by_name(target), target.hyperparameters()
     shapes, own_shapes = _shapes(source), _shapes(target)
     addresses = _addresses(target)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 from collections import UserDict, UserList, deque
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from catalog import registry
+from round_trips import through_a_file
 
 import compiled_optim as co
 from compiled_optim.rule.fields import Hyper, Option
@@ -66,10 +66,7 @@ def made(kind: type, way: str, name: str, value: Any, **more: Any) -> Any:
 
 def reread(opt: Any) -> dict[str, Any]:
     """The first group, of what ``torch.save`` wrote and a safe load reads."""
-    file = io.BytesIO()
-    torch.save(opt.state_dict(), file)
-    file.seek(0)
-    return torch.load(file, weights_only=True)["param_groups"][0]
+    return through_a_file(opt.state_dict())["param_groups"][0]
 
 
 def is_plain(value: Any) -> bool:

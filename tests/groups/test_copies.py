@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import copy
-import io
+import functools
 import math
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from hyperparameter_sides import (
     tensors,
     twins,
 )
+from round_trips import pickled, through_a_file
 from torch.optim import Optimizer
 
 import compiled_optim as co
@@ -31,18 +31,7 @@ import compiled_optim as co
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def reloaded(value: Any) -> Any:
-    return pickle.loads(pickle.dumps(value))
-
-
-def saved_and_loaded(value: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(value, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
-COPIES = [copy.deepcopy, reloaded, saved_and_loaded]
+COPIES = [copy.deepcopy, pickled, functools.partial(through_a_file, weights_only=False)]
 
 
 class TestCopies:
@@ -143,7 +132,7 @@ class TestCopies:
 def test_a_copy_refuses_a_number_that_a_scheduler_left_out_of_range(key: str, number: float) -> None:
     optimizer = co.SGD([torch.nn.Parameter(torch.ones(2))], lr=0.5, momentum=0.5)
     optimizer.param_groups[0][key] = number
-    for made in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+    for made in (optimizer, copy.deepcopy(optimizer), pickled(optimizer)):
         (param,) = made.param_groups[0]["params"]
         param.grad = torch.ones(2)
         with pytest.raises(ValueError, match=rf"Invalid .*: {number} \({key} of param_groups\[0\] must be >= 0"):

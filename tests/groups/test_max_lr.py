@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import io
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from round_trips import pickled, through_a_file
 from torch.nn import Parameter
 from torch.optim import lr_scheduler
 
@@ -68,7 +67,7 @@ def test_the_choice_is_made_later() -> None:
     """What appears is the learning rate with which the group was made, also in copies that were made in between."""
     optimizer = made()
     optimizer.param_groups[0]["lr"] = 0.02
-    copies = [optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    copies = [optimizer, copy.deepcopy(optimizer), pickled(optimizer)]
     for each in copies:
         assert decayed(each) == pytest.approx([1 - 0.02 * 0.5])
         each.param_groups[0]["decouple_lr"] = True
@@ -132,9 +131,7 @@ class TestCheckpoints:
         optimizer = made(2, decouple_lr=True)
         optimizer.param_groups[1].update(max_lr=0.4, lr=0.2)
         decayed(optimizer)
-        saved = io.BytesIO()
-        torch.save(optimizer.state_dict(), saved)
-        loaded: dict[str, Any] = torch.load(io.BytesIO(saved.getvalue()), weights_only=True)
+        loaded: dict[str, Any] = through_a_file(optimizer.state_dict())
         assert [(g["max_lr"], g["decouple_lr"]) for g in loaded["param_groups"]] == [(0.1, True), (0.4, True)]
         return loaded
 
@@ -212,7 +209,7 @@ class TestCheckpoints:
         before = optimizer.hyperparameters()
         assert not any(optimizer.load_state_dict(theirs.state_dict()))
         group = optimizer.param_groups[0]
-        again = pickle.loads(pickle.dumps(optimizer)).param_groups[0].get("max_lr")
+        again = pickled(optimizer).param_groups[0].get("max_lr")
         for held in (group["max_lr"], optimizer.state_dict()["param_groups"][0]["max_lr"], again, dict(group)["max_lr"]):
             assert str(held) == str(value)
         assert optimizer.hyperparameters() == [{**before[0], "lr": 0.2}]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 import re
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,6 +12,7 @@ import pytest
 import simulated_graph
 import torch
 from catalog import registry, relative_error, wide_scalars
+from round_trips import copied
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.optim import Optimizer
@@ -137,7 +136,7 @@ def test_every_class_that_torch_has(cls: type[co.CompiledOptimizer], run: str) -
     _check(cls, "assigned", run)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["deepcopy", "pickle"])
+@copied
 def test_a_copy_does_as_the_optimizer_does(copied: Callable[[Any], Any]) -> None:
     made = co.SGD([nn.Parameter(torch.ones(2))], lr=RATE, momentum=0.5)
     made.param_groups[0]["lr"] = NEGATIVE

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from catalog import registry, required
+from round_trips import through_a_file
 from torch import nn
 
 import compiled_optim as co
@@ -45,14 +45,6 @@ def _values(optimizer: Any) -> list[Any]:
     return [p.tolist() for group in optimizer.param_groups for p in group["params"]]
 
 
-def _file(saved: dict[str, Any]) -> dict[str, Any]:
-    stream = io.BytesIO()
-    torch.save(saved, stream)
-    stream.seek(0)
-    loaded: dict[str, Any] = torch.load(stream, weights_only=True)
-    return loaded
-
-
 class Quantized(nn.Linear):
     """A layer with frozen weights of 8 bits in front, as QLoRA has them."""
 
@@ -81,8 +73,8 @@ class TestIntegers:
         if arguments in ({}, {"lowering": "eager"}):
             torch.testing.assert_close(_values(ours), _values(theirs), rtol=1e-12, atol=0)
         assert ours.state_dict()["state"].keys() == theirs.state_dict()["state"].keys() == {1, 2}
-        theirs.load_state_dict(_file(ours.state_dict()))
-        assert ours.load_state_dict(_file(theirs.state_dict())) == co.LoadReport([], [], [], [])
+        theirs.load_state_dict(through_a_file(ours.state_dict()))
+        assert ours.load_state_dict(through_a_file(theirs.state_dict())) == co.LoadReport([], [], [], [])
 
     @pytest.mark.parametrize("kind", DENSE, ids=lambda c: c.__name__)
     def test_every_optimizer(self, kind: type[co.CompiledOptimizer]) -> None:
@@ -94,7 +86,7 @@ class TestIntegers:
         assert frozen.tolist() == [[1, 1], [1, 1]]
         assert (param[0, 0].item() < 1) is (kind is not co.ADOPT)  # whose first step changes no parameter
         twin = kind([copy.deepcopy(frozen), copy.deepcopy(param)], **required(kind), **_plain(kind))
-        assert not any(twin.load_state_dict(_file(optimizer.state_dict())))
+        assert not any(twin.load_state_dict(through_a_file(optimizer.state_dict())))
 
     def test_added_later_and_in_a_group_of_its_own(self) -> None:
         def make(kind: type[Any]) -> Any:
@@ -176,7 +168,7 @@ class TestTwiceInOneGroup:
                 optimizer.step(*([lambda: torch.ones(())] if kind is co.LBFGS else []))
         assert torch.equal(once, twice)
         resumed = kind([twice, twice], **arguments)
-        assert not any(resumed.load_state_dict(_file(optimizers[1].state_dict())))
+        assert not any(resumed.load_state_dict(through_a_file(optimizers[1].state_dict())))
 
     @pytest.mark.filterwarnings(f"ignore:.*{DUPLICATES}")
     def test_clipping_counts_it_once(self) -> None:
@@ -193,12 +185,12 @@ class TestTwiceInOneGroup:
         saved = ours.state_dict(), theirs.state_dict()
         assert saved[0]["param_groups"][0]["params"] == saved[1]["param_groups"][0]["params"] == [2, 1, 2, 3]
         assert saved[0]["state"].keys() == saved[1]["state"].keys() == {1, 2, 3}
-        theirs.load_state_dict(_file(saved[0]))
-        assert not any(ours.load_state_dict(_file(saved[1])))
+        theirs.load_state_dict(through_a_file(saved[0]))
+        assert not any(ours.load_state_dict(through_a_file(saved[1])))
         for param, bias in (ours.param_groups[0]["params"][:2], ours.param_groups[0]["params"][2:]):
             assert ours.state[param]["exp_avg"].shape == param.shape
             assert ours.state[bias]["exp_avg"].shape == bias.shape
-        theirs.load_state_dict(_file(ours.state_dict()))
+        theirs.load_state_dict(through_a_file(ours.state_dict()))
         weight = theirs.param_groups[0]["params"][0]
         assert torch.equal(theirs.state[weight]["exp_avg"], ours.state[ours.param_groups[0]["params"][0]]["exp_avg"])
 
@@ -206,11 +198,11 @@ class TestTwiceInOneGroup:
     def test_names_of_torch(self) -> None:
         theirs, ours = _twins(lambda kind: _tied(kind, names=True))
         _step(theirs), _step(ours)
-        saved = _file(theirs.state_dict())
+        saved = through_a_file(theirs.state_dict())
         assert saved["param_groups"][0]["params"] == [2, 1, 2, 3]
         (weight, *_), (own, *_) = (o.param_groups[0]["params"] for o in (theirs, ours))
         theirs.state[weight]["exp_avg"].fill_(7)
-        assert not any(ours.load_state_dict(_file(theirs.state_dict())))
+        assert not any(ours.load_state_dict(through_a_file(theirs.state_dict())))
         assert ours.state[own]["exp_avg"].tolist() == [[7, 7], [7, 7]]
 
     @pytest.mark.filterwarnings(f"ignore:.*{DUPLICATES}")
@@ -290,7 +282,7 @@ class TestRepeatedGroups:
         assert repeated.state_dict()["param_groups"] == once.state_dict()["param_groups"]
         (loaded, again) = self._pair(names)
         for optimizer in (loaded, again, copy.deepcopy(repeated)):
-            assert not any(optimizer.load_state_dict(_file(repeated.state_dict())))
+            assert not any(optimizer.load_state_dict(through_a_file(repeated.state_dict())))
             _step(optimizer)
             assert all(s["step"] == 2 for s in optimizer.state.values())
 
@@ -330,9 +322,9 @@ class TestEqualNames:
         for optimizer in (theirs, ours):
             _step(optimizer, 2)
         torch.testing.assert_close(_values(ours), _values(theirs), rtol=1e-12, atol=0)
-        theirs.load_state_dict(_file(ours.state_dict()))
-        assert not any(ours.load_state_dict(_file(theirs.state_dict())))
-        assert not any(ours.load_state_dict(_file(ours.state_dict())))
+        theirs.load_state_dict(through_a_file(ours.state_dict()))
+        assert not any(ours.load_state_dict(through_a_file(theirs.state_dict())))
+        assert not any(ours.load_state_dict(through_a_file(ours.state_dict())))
         with pytest.raises(ValueError, match="names parameter 'weight' twice"):
             co.named_state_dict(ours)
 
@@ -353,9 +345,9 @@ class TestEqualNames:
         for params in ([("a", a), ("b", b), ("b", a)], [("a", a), ("b", a), ("b", b)]):
             optimizer = co.AdamW(params)
             _step(optimizer)
-            assert not any(optimizer.load_state_dict(_file(optimizer.state_dict())))
+            assert not any(optimizer.load_state_dict(through_a_file(optimizer.state_dict())))
         grouped = co.AdamW([{"params": [("a", a), ("b", a)]}, {"params": [("b", b)]}])
-        assert not any(grouped.load_state_dict(_file(grouped.state_dict())))
+        assert not any(grouped.load_state_dict(through_a_file(grouped.state_dict())))
 
     @pytest.mark.filterwarnings("ignore:two parameters are named")
     def test_lbfgs(self) -> None:
@@ -369,7 +361,7 @@ class TestEqualNames:
             return loss
 
         made[0].step(closure)
-        made[1].load_state_dict(_file(made[0].state_dict()))
+        made[1].load_state_dict(through_a_file(made[0].state_dict()))
         directions = [optimizer.state[sources[0]]["d"] for optimizer in made]
         assert torch.equal(*directions)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import io
-import pickle
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from catalog import LOWERINGS, sparse_rows
+from round_trips import copied, pickled, through_a_file
 from simulated_graph import install
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -220,7 +219,7 @@ def test_is_resumed_by_name_in_another_order(pair: str) -> None:
     for step in range(3):
         give(one, two, step)
         one.step()
-    saved = torch.load(_file(one.state_dict()), weights_only=True)
+    saved = through_a_file(one.state_dict())
     a, b = named()
     with torch.no_grad():
         for p, q in zip([p for _, p in (*a, *b)], params([one]), strict=True):
@@ -243,20 +242,13 @@ def test_is_resumed_by_name_in_another_order(pair: str) -> None:
         assert torch.equal(p, by_name[name])
 
 
-def _file(saved: Any) -> io.BytesIO:
-    file = io.BytesIO()
-    torch.save(saved, file)
-    file.seek(0)
-    return file
-
-
 def test_takes_over_the_checkpoints_of_two_optimizers() -> None:
     one, two = sides("Muon and AdamW")
     for step in range(3):
         give(one, two, step)
         for each in two:
             each.step()
-    saved = torch.load(_file(co.named_state_dict(two)), weights_only=True)
+    saved = through_a_file(co.named_state_dict(two))
     with torch.no_grad():
         for p, q in zip(params([one]), params(two), strict=True):
             p.copy_(q)
@@ -295,7 +287,7 @@ def test_a_checkpoint_of_another_rule_is_refused_by_name() -> None:
         third.load_state_dict(saved)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))], ids=["copied", "pickled"])
+@copied
 @pairs
 def test_copies_go_on_alike(pair: str, copied: Callable[[Any], Any]) -> None:
     one, two = sides(pair)
@@ -385,7 +377,7 @@ def swap(one: CompiledOptimizer, place: int = 0) -> list[nn.Parameter]:
 
 
 @pairs
-@pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+@pytest.mark.parametrize("copied", [lambda one: one, copy.deepcopy, pickled])
 def test_a_parameter_that_moves_to_another_rule_begins_anew(pair: str, copied: Callable[[Any], Any]) -> None:
     """With the step count of before, averages that begin at 0 would get no bias correction."""
     one, two = sides(pair)

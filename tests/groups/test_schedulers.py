@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import json
 import os
 import sys
@@ -16,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from catalog import LOWERINGS
+from round_trips import through_a_file
 from torch.optim import Optimizer, lr_scheduler
 from torch_schedulers import GROUPS, OPTIMIZERS, SCHEDULERS, STEPS, advance, live, make, moved, step, typed
 
@@ -153,10 +153,7 @@ def test_save_and_resume_goes_on_bit_equal(scheduler: str, groups: str, name: st
     first_scheduler = SCHEDULERS[scheduler](first)
     half = STEPS // 2
     history = train(first, first_scheduler, range(half))
-    file = io.BytesIO()
-    torch.save({"optimizer": first.state_dict(), "scheduler": first_scheduler.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
+    saved = through_a_file({"optimizer": first.state_dict(), "scheduler": first_scheduler.state_dict()})
     second = make(cls, groups, kwargs)
     second_scheduler = SCHEDULERS[scheduler](second)
     second.load_state_dict(saved["optimizer"])

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from catalog import registry, relative_error
+from round_trips import pickled
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
@@ -115,7 +116,7 @@ class TestTorch:
         assert set(ours.param_groups[0]) == set(theirs.param_groups[0])
         assert set(ours.defaults) <= set(theirs.defaults)
         assert {"format_version", "optimizer", *theirs.state_dict()} == set(ours.state_dict())
-        for duplicate in (copy.deepcopy(ours), pickle.loads(pickle.dumps(ours))):
+        for duplicate in (copy.deepcopy(ours), pickled(ours)):
             assert set(duplicate.param_groups[0]) == set(theirs.param_groups[0])
 
     @pytest.mark.parametrize("flatten", [False, True])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -12,6 +11,7 @@ import pytest
 import torch
 from catalog import LOWERINGS, SHAPES, Case, copies, give_gradients, relative_error, stacked, stacked_cases, wide_scalars
 from new_process import printed_by
+from round_trips import pickled
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -244,7 +244,7 @@ class TestEveryOne:
         optimizer = optimizer_class(params, lr=0.1, lowering=lowering)
         give_gradients(params, params, 0)
         optimizer.step()
-        clones = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+        clones = [copy.deepcopy(optimizer), pickled(optimizer)]
         for clone in clones:
             own = [p for g in clone.param_groups for p in g["params"]]
             give_gradients(own, own, 1)

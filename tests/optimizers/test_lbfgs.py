@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from forbidden import Forbidden
+from round_trips import through_a_file
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_optimizers import optim_db
@@ -359,13 +359,6 @@ def test_lower_precision(dtype: torch.dtype) -> None:
     torch.testing.assert_close(_flat(model).double(), _flat(expected), rtol=tolerance, atol=tolerance)
 
 
-def _file(state_dict: dict[str, Any]) -> dict[str, Any]:
-    buffer = io.BytesIO()
-    torch.save(state_dict, buffer)
-    buffer.seek(0)
-    return torch.load(buffer, weights_only=True)
-
-
 @pytest.mark.parametrize("history_size", [3, 100])
 @pytest.mark.parametrize("configuration", [{}, {"line_search_fn": "strong_wolfe"}, {"fixed_iterations": True}], ids=str)
 def test_five_more_steps_after_loading_are_bit_equal(configuration: dict[str, Any], history_size: int) -> None:
@@ -374,7 +367,7 @@ def test_five_more_steps_after_loading_are_bit_equal(configuration: dict[str, An
     optimizer = co.LBFGS(model.named_parameters(), **kwargs)
     for _ in range(4):
         optimizer.step(_closure(model, optimizer))
-    saved = _file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict())
     twin = copy.deepcopy(model)
     resumed = co.LBFGS(twin.named_parameters(), **{**kwargs, "lr": 0.9})
     addresses = {name: value.data_ptr() for name, value in _state(resumed).items()}
@@ -400,9 +393,9 @@ def test_interchange_with_torch(search: str | None, steps: int, history_size: in
         reference.step(_closure(theirs, reference))
     to_torch, to_ours = copy.deepcopy(ours), copy.deepcopy(theirs)
     in_torch = torch.optim.LBFGS(to_torch.parameters())
-    in_torch.load_state_dict(_file(optimizer.state_dict()))
+    in_torch.load_state_dict(through_a_file(optimizer.state_dict()))
     in_ours = co.LBFGS(to_ours.parameters(), **{**kwargs, "lr": 1.0})
-    in_ours.load_state_dict(_file(reference.state_dict()))
+    in_ours.load_state_dict(through_a_file(reference.state_dict()))
     for _ in range(5):
         for model, each in ((ours, optimizer), (theirs, reference), (to_torch, in_torch), (to_ours, in_ours)):
             each.step(_closure(model, each))
@@ -410,7 +403,7 @@ def test_interchange_with_torch(search: str | None, steps: int, history_size: in
         torch.testing.assert_close(_flat(model), _flat(theirs), rtol=TOLERANCE, atol=TOLERANCE)
     # What torch.optim carries along of our own entry is out of date now and must not be believed.
     again = co.LBFGS(copy.deepcopy(to_torch).parameters(), **kwargs)
-    again.load_state_dict(_file(in_torch.state_dict()))
+    again.load_state_dict(through_a_file(in_torch.state_dict()))
     history = in_torch.state[next(iter(to_torch.parameters()))]["old_stps"]
     count = int(_state(again)["pairs"])
     assert count == len(history)
@@ -426,7 +419,7 @@ def test_names_in_another_order() -> None:
         optimizer.step(_closure(model, optimizer))
     twin = copy.deepcopy(model)
     resumed = co.LBFGS([(f"module.{n}", p) for n, p in reversed(list(twin.named_parameters()))], max_iter=3)
-    resumed.load_state_dict(_file(optimizer.state_dict()))
+    resumed.load_state_dict(through_a_file(optimizer.state_dict()))
     for _ in range(3):
         for m, o in ((model, optimizer), (twin, resumed)):
             o.step(_closure(m, o))
@@ -443,7 +436,7 @@ def test_another_history_size_keeps_the_newest_pairs() -> None:
     optimizer = co.LBFGS(model.parameters(), max_iter=3, lr=0.3, history_size=6)
     for _ in range(5):
         optimizer.step(_closure(model, optimizer))
-    saved = _file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict())
     newest = torch.stack(saved["state"][0]["old_dirs"][-2:])
     twin = copy.deepcopy(model)
     small = co.LBFGS(twin.parameters(), max_iter=3, lr=0.3, history_size=2)
@@ -484,7 +477,7 @@ def test_a_refused_checkpoint_changes_nothing(spoil: Callable[[dict[str, Any]], 
     optimizer = co.LBFGS(model.parameters(), max_iter=2, lr=0.3)
     for _ in range(3):
         optimizer.step(_closure(model, optimizer))
-    saved = _file(optimizer.state_dict())
+    saved = through_a_file(optimizer.state_dict())
     saved["param_groups"][0]["lr"] = 0.5
     spoil(saved)
     before = {name: value.clone() for name, value in _state(optimizer).items()}

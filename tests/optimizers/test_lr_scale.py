@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import math
 import operator
-import pickle
 import re
 from fractions import Fraction
 from typing import Any
@@ -15,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from catalog import LOWERINGS, Case, configurations, copies, parameters, registry, relative_error, wide_scalars
+from round_trips import pickled, through_a_file
 from simulated_graph import install
 from small_training import needs
 from torch import Tensor, nn
@@ -424,7 +423,7 @@ class TestDictsAreCopied:
         for edit in edits:
             with pytest.raises(TypeError, match="numbers by name cannot be edited in place; assign another dict to"):
                 edit(group["lr_scale"])
-        for twin in (copy.deepcopy(group["lr_scale"]), pickle.loads(pickle.dumps(group["lr_scale"]))):
+        for twin in (copy.deepcopy(group["lr_scale"]), pickled(group["lr_scale"])):
             assert twin == {"fc.bias": 0.5}
         group["lr_scale"] = group["lr_scale"] | {"fc.weight": 0.25}
         assert group["lr_scale"] == {"fc.bias": 0.5, "fc.weight": 0.25}
@@ -552,10 +551,7 @@ class TestCheckpoints:
     def test_of_our_own_and_torchs(self) -> None:
         scales = {"fc.bias": 0.5}
         optimizer, plain = _optimizer(lr_scale=scales), _optimizer()
-        file = io.BytesIO()
-        torch.save(optimizer.state_dict(), file)
-        file.seek(0)
-        saved = torch.load(file, weights_only=True)
+        saved = through_a_file(optimizer.state_dict())
         assert saved["param_groups"][0]["lr_scale"] == 1.0  # torch.distributed.checkpoint wants the key, and timm a number
         plain.load_state_dict(saved)
         assert "lr_scale" not in plain.param_groups[0]
@@ -576,7 +572,7 @@ class TestCheckpoints:
         assert other.param_groups[0]["lr_scale"] is _by_two
 
     def test_copies_have_it(self) -> None:
-        for make in (copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))):
+        for make in (copy.deepcopy, pickled):
             for chosen in (_by_two, {"fc.bias": 2.0, "fc.weight": 2.0}, functools.partial(_by_two)):
                 twin = make(_optimizer(lr=0.25, weight_decay=0.0, lr_scale=chosen))
                 param = twin.param_groups[0]["params"][1]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import inspect
-import pickle
 from typing import Any
 
 import pytest
 import torch
+from round_trips import pickled
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -296,7 +296,7 @@ class TestCopiesAndCheckpoints:
         model = _model()
         optimizer = KINDS[name](model.named_parameters(), lr=0.1, weight_decay=0.1)
         _train(model, optimizer, 2)
-        for make in (copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+        for make in (copy.deepcopy, pickled):
             _, twin = make((model, optimizer))
             assert _scales(twin) == _scales(optimizer)
             twin.add_param_group({"params": {"new": _tagged((4, 16))}})

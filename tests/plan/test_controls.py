@@ -5,12 +5,12 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-import pickle
 from typing import Any
 
 import pytest
 import torch
 from catalog import LOWERINGS, Case, cases, copies, give_gradients, high_precision, parameters, relative_error, wide_scalars
+from round_trips import pickled
 from torch.nn.utils import clip_grad_norm_
 
 import compiled_optim as co
@@ -235,7 +235,7 @@ def test_traced_steps_clip_too() -> None:
 def test_copies_keep_the_controls() -> None:
     params = parameters(torch.float32)
     optimizer = co.AdamW(params, lr=0.1, max_grad_norm=0.2, skip_nonfinite=True)
-    for clone in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+    for clone in (copy.deepcopy(optimizer), pickled(optimizer)):
         assert (clone.max_grad_norm, clone.skip_nonfinite) == (0.2, True)
         own = [p for g in clone.param_groups for p in g["params"]]
         give_gradients(params, own, 0)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
-import pickle
 from typing import Any
 
 import pytest
 import torch
+from round_trips import pickled
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -175,7 +175,7 @@ def test_the_mode_is_saved(way: str) -> None:
     saved = copy.deepcopy(optimizer.state_dict())
     if way in ("copy", "pickle"):
         both = params, optimizer
-        others, other = copy.deepcopy(both) if way == "copy" else pickle.loads(pickle.dumps(both))
+        others, other = copy.deepcopy(both) if way == "copy" else pickled(both)
     else:
         for param, theirs in zip(others, params, strict=True):
             param.data.copy_(theirs.data)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from catalog import configurations, copies, relative_error, ruled, shifted, wide_scalars
+from round_trips import copied
 from simulated_trees import SimulatedTrees
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -235,7 +234,7 @@ def test_a_compile_for_each_pattern_of_absent_gradients() -> None:
     assert counter.frame_count == 4
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@copied
 def test_a_copy_of_an_optimizer_that_was_compiled(copied: Callable[[Any], Any]) -> None:
     """One function has stepped the one, and then steps the other."""
     ours, twin = sides(adamw, "eager")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
-import pickle
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -15,6 +14,7 @@ import pytest
 import torch
 from capture_scenarios import Side, make, make_tables
 from catalog import LOWERINGS, registry
+from round_trips import copied
 from simulated_graph import install
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -371,7 +371,7 @@ class TestSwitching:
                 optimizer.zero_grad()
         assert_same(*models)
 
-    @pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copied", "unpickled"])
+    @copied
     def test_copies_do_not_release(self, copied: Callable[[Any], Any]) -> None:
         model, optimizer = released()
         train(model, optimizer, next(inputs()))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from catalog import LOWERINGS, registry, relative_error, required, ruled, stacked
+from round_trips import copied
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -121,10 +121,10 @@ class TestShapes:
 
 class TestGroups:
     @pytest.mark.parametrize("optimizer", registry(), ids=lambda c: c.__name__)
-    @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copy", "pickle"])
-    def test_a_copy_takes_groups(self, optimizer: type[CompiledOptimizer], duplicate: Callable[[Any], Any]) -> None:
+    @copied
+    def test_a_copy_takes_groups(self, optimizer: type[CompiledOptimizer], copied: Callable[[Any], Any]) -> None:
         first, second = (optimizer([nn.Parameter(torch.ones(2, 2))], **required(optimizer)) for _ in range(2))
-        twin = duplicate(first)
+        twin = copied(first)
         assert twin.defaults.keys() == second.defaults.keys()
         if optimizer is co.LBFGS:
             return

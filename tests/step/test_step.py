@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 import re
 import sys
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from interruptions import Interruption
+from round_trips import copied
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -86,7 +86,7 @@ def test_steps_are_counted_whoever_runs_them(stepped: CompiledOptimizer) -> None
     assert engine_of(stepped).steps == engine_of(stepped).runs == 3
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda o: pickle.loads(pickle.dumps(o))], ids=["copied", "unpickled"])
+@copied
 def test_one_without_a_step_can_be_asked_for_anything(stepped: CompiledOptimizer, copied: Callable[[Any], Any]) -> None:
     assert engine_of(copied(stepped)).step is None
     assert float(copied(stepped).hyperparameter("lr")) == 1e-3

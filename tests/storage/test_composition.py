@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import math
-import pickle
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from catalog import LOWERINGS
+from round_trips import copied
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -272,7 +271,7 @@ def test_a_training_step_compiled_whole(mode: str) -> None:
     _assert_equal(*results)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["deepcopy", "pickle"])
+@copied
 @pytest.mark.parametrize("mode", MODES)
 def test_copies_go_on(mode: str, copied: Callable[[Any], Any]) -> None:
     params = _parameters()
