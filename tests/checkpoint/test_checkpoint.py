@@ -13,7 +13,7 @@ import torch
 from catalog import LOWERINGS, Case, cases, copies, relative_error, required, wide_scalars
 from data import make
 from kept_memory import MostAlive
-from round_trips import copied, pickled, through_a_file
+from round_trips import pickled, through_a_file
 from torch import nn
 
 import compiled_optim as co
@@ -47,31 +47,6 @@ def test_layout_is_torchs() -> None:
     assert saved["param_groups"] == expected["param_groups"]  # Python floats, names, and no run-time flag of ours
     assert {i: set(s) for i, s in saved["state"].items()} == {i: set(s) for i, s in expected["state"].items()}
     assert saved["state"][0]["step"] == 2
-
-
-def test_by_name_in_another_order_and_grouping() -> None:
-    straight = _model("abcdeX")
-    optimizer = co.AdamW(_groups(straight, "abc", "deX"), lr=0.05)
-    _train(optimizer, straight, 3)
-    saved = through_a_file(optimizer.state_dict())
-    weights = {n: p.detach().clone() for n, p in straight.items()}
-
-    changed = _model("ebdacN")
-    for name in "abcde":
-        changed[name].data.copy_(weights[name])
-    resumed = co.AdamW(_groups(changed, "eb", "daNc"), lr=0.05)
-    report = resumed.load_state_dict(saved, strict=False)
-    assert report == co.LoadReport(missing=["N"], unexpected=["X"], mismatched=[], changed=[])
-    with pytest.raises(ValueError, match=r"missing: N; unexpected: X"):
-        co.AdamW(_groups(changed, "eb", "daNc")).load_state_dict(saved)
-    for name in "abcde":
-        for key, value in optimizer.state[straight[name]].items():
-            assert torch.equal(resumed.state[changed[name]][key], value)
-    assert resumed.state[changed["N"]]["step"] == 0
-    _train(optimizer, straight, 5, first=3)
-    _train(resumed, changed, 5, first=3)
-    for name in "abcde":
-        assert torch.equal(straight[name], changed[name])
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
@@ -158,17 +133,6 @@ def test_run_time_flags_stay_behind(flags: dict[str, bool]) -> None:
     assert optimizer.param_groups[0]["capturable"] is False
     _train(optimizer, ours, 1, first=2)
     assert optimizer.state[ours["a"]]["step"] == 3
-
-
-def test_wrapper_prefixes_do_not_matter() -> None:
-    model = _model("ab")
-    optimizer = co.SGD([(f"module._orig_mod.net.{n}", p) for n, p in model.items()], momentum=0.9)
-    _train(optimizer, model, 2)
-    other = co.SGD([(f"net._checkpoint_wrapped_module.{n}", p) for n, p in _model("ba").items()], momentum=0.9)
-    other.load_state_dict(optimizer.state_dict())
-    states = {n: s for n, s in zip("ba", other.state.values(), strict=True)}
-    for name, param in model.items():
-        assert torch.equal(states[name]["momentum_buffer"], optimizer.state[param]["momentum_buffer"])
 
 
 def test_without_names_by_position() -> None:
@@ -303,14 +267,6 @@ def test_regrouped_parameters_with_unlike_hyperparameters_are_a_conflict() -> No
     assert optimizer.hyperparameters()[0]["lr"] == 0.5
 
 
-def test_another_optimizers_checkpoint_is_refused() -> None:
-    model = _model("ab")
-    adamw = co.AdamW(list(model.items()))
-    _train(adamw, model, 1)
-    with pytest.raises(ValueError, match="the checkpoint has no momentum_buffer for it"):
-        co.SGD(list(model.items()), momentum=0.9).load_state_dict(adamw.state_dict())
-
-
 def test_state_dtypes_are_the_optimizers_own() -> None:
     model = {"a": nn.Parameter(torch.randn(4, dtype=torch.bfloat16))}
     wide = co.AdamW(list(model.items()))
@@ -325,17 +281,6 @@ def test_state_dtypes_are_the_optimizers_own() -> None:
     twin.state[model["a"]].update(exp_avg=torch.zeros(4), exp_avg_sq=torch.zeros(4))
     twin.load_state_dict(through_a_file(wide.state_dict()))
     assert torch.equal(twin.state[model["a"]]["exp_avg"], wide.state[model["a"]]["exp_avg"])
-
-
-def test_a_snapshot_of_numbers_does_not_move() -> None:
-    model = _model("a")
-    optimizer = co.AdamW(list(model.items()), lr=0.1)
-    _train(optimizer, model, 1)
-    snapshot = optimizer.state_dict()
-    optimizer.hyperparameter("lr").fill_(5.0)
-    _train(optimizer, model, 3, first=1)
-    assert snapshot["param_groups"][0]["lr"] == 0.1
-    assert snapshot["state"][0]["step"] == 1
 
 
 @pytest.mark.parametrize(
@@ -360,16 +305,6 @@ def test_what_was_saved_before_the_first_step_starts_anew(name: str, options: di
         models[1] = _model("ab")
         _train(torch.optim.Adagrad(list(models[1].values()), lr=0.1, **options), models[1], 3)
     assert relative_error(list(models[0].values()), list(models[1].values())) < 1e-6
-
-
-def test_whether_to_maximize_goes_to_torch_and_back() -> None:
-    model = _model("a")
-    theirs = torch.optim.SGD(list(model.values()), maximize=True)
-    theirs.load_state_dict(co.SGD(list(model.values()), maximize=True).state_dict())
-    assert theirs.param_groups[0]["maximize"] is True
-    ours = co.SGD(list(model.values()), maximize=True)
-    ours.load_state_dict(torch.optim.SGD(list(model.values())).state_dict())
-    assert ours.param_groups[0]["maximize"] is False
 
 
 def test_frozen_state_survives_and_untrained_state_is_reset() -> None:
@@ -405,23 +340,6 @@ def test_hooks_run_in_torchs_order() -> None:
     optimizer.load_state_dict(saved)
     assert saved["param_groups"][0]["lr"] == 0.1
     assert seen == ["save", "loaded 0.7"]
-
-
-@copied
-@pytest.mark.parametrize("stepped", [False, True])
-def test_copies_are_independent_and_go_on(copied: Any, stepped: bool) -> None:
-    model = _model("ab")
-    optimizer = co.AdamW(list(model.items()), lr=0.1, amsgrad=True)
-    if stepped:
-        _train(optimizer, model, 2)
-    twin_model, twin = copied((model, optimizer))
-    _train(optimizer, model, 3, first=2)
-    _train(twin, twin_model, 3, first=2)
-    for name in "ab":
-        assert torch.equal(model[name], twin_model[name])
-        assert model[name] is not twin_model[name]
-    twin.hyperparameter("lr").fill_(0.0)
-    assert optimizer.hyperparameters()[0]["lr"] == 0.1
 
 
 @pytest.mark.parametrize("named", [False, True], ids=["indexed", "named"])
@@ -687,14 +605,6 @@ def test_loading_takes_less_memory_than_the_largest_tensor(dtype: str) -> None:
     assert alive.bytes < params["layer0"].nbytes
 
 
-def test_a_copied_optimizer_gives_its_state_before_its_first_step() -> None:
-    optimizer = co.AdamW([torch.nn.Parameter(torch.ones(3))], lr=0.25)
-    for clone in (copy.deepcopy(optimizer), pickled(optimizer)):
-        saved = clone.state_dict()
-        assert saved["param_groups"] == optimizer.state_dict()["param_groups"]
-        assert saved["state"].keys() == {0}
-
-
 @pytest.mark.parametrize("optimizer", [co.SGD, co.RMSprop], ids=lambda c: c.__name__)
 class TestMomentumOfZero:
     """A buffer is there or not, as momentum is or once was another number than 0."""
@@ -742,15 +652,6 @@ class TestMomentumOfZero:
         assert torch.equal(after["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
         weight.grad = torch.ones(2, dtype=torch.float64)
         made.step()
-
-    def test_a_buffer_that_is_needed_and_missing(self, optimizer: type[co.CompiledOptimizer]) -> None:
-        _, made = self._trained(optimizer, 0.9)
-        saved = copy.deepcopy(made.state_dict())
-        del saved["state"][0]["momentum_buffer"]
-        before = copy.deepcopy(made.state_dict())
-        with pytest.raises(ValueError, match="the checkpoint has no momentum_buffer for it"):
-            made.load_state_dict(saved)
-        assert torch.equal(made.state_dict()["state"][0]["momentum_buffer"], before["state"][0]["momentum_buffer"])
 
 
 @pytest.mark.parametrize("lr", [0.0, -1e-18, -1e-17])

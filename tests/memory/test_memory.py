@@ -84,23 +84,6 @@ class TestStateThatMoves:
                             move(value)
         assert relative_error(ours, theirs) < 1e-13
 
-    @pytest.mark.parametrize("lowering", LOWERINGS)
-    @pytest.mark.parametrize("entry", ["step", "exp_avg"])
-    def test_a_value_that_is_swapped_is_used(self, entry: str, lowering: str) -> None:
-        (ours, named), (theirs, _) = self.sides()
-        optimizer, reference = co.AdamW(named, lowering=lowering, **FAR), torch.optim.AdamW(theirs, **FAR)
-        for i in range(4):
-            for param in (*ours, *theirs):
-                param.grad = torch.full_like(param, 0.3 + i)
-            optimizer.step()
-            reference.step()
-            if i == 1:
-                for each, params in ((optimizer, ours), (reference, theirs)):
-                    value = each.state[params[1]][entry]
-                    value.data = torch.full_like(value, 7.0)
-        assert relative_error(ours, theirs) < 1e-13
-        assert optimizer.state[ours[1]]["step"] == (9.0 if entry == "step" else 4.0)
-
     @pytest.mark.parametrize("lowering", ["multi_tensor", "inductor"])
     @pytest.mark.parametrize("optimizer", [co.Muon, co.Adafactor], ids=name_of)
     def test_of_stacks_too(self, optimizer: type[CompiledOptimizer], lowering: str) -> None:
