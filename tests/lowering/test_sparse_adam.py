@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -274,20 +273,6 @@ def test_inputs_that_torch_lists() -> None:
             optimizer.step()
             reference.step()
         assert relative_error([param], [twin]) < 1e-14, given.desc
-
-
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_copies_go_on_alike(lowering: str) -> None:
-    param = _table()
-    optimizer = co.SparseAdam([param], lowering=lowering, **FAR)
-    param.grad = _gradient(param, [1, 5, 5])
-    optimizer.step()
-    param.grad = None
-    twin, twins = copy.deepcopy((param, optimizer))
-    for p, o in ((param, optimizer), (twin, twins)):
-        p.grad = _gradient(p, [5, 2], 3)
-        o.step()
-    assert torch.equal(param, twin)
 
 
 @pytest.mark.filterwarnings("ignore:.*Profiler.*")

@@ -11,7 +11,6 @@ import pytest
 import torch
 from catalog import LOWERINGS, SHAPES, Case, copies, give_gradients, relative_error, stacked, stacked_cases, wide_scalars
 from new_process import printed_by
-from round_trips import pickled
 from torch.nn.utils import clip_grad_norm_
 from torch.testing._internal.common_optimizers import optim_db
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -238,47 +237,6 @@ class TestEveryOne:
                 o.step()
         assert _equal(params, others)
         assert relative_error(params, twins) < (1e-5 if optimizer_class._granularity == "tensor" else 2e-2)
-
-    def test_copies_go_on_alike(self, optimizer_class: type[co.CompiledOptimizer], lowering: str) -> None:
-        params = _parameters(optimizer_class, torch.float32)
-        optimizer = optimizer_class(params, lr=0.1, lowering=lowering)
-        give_gradients(params, params, 0)
-        optimizer.step()
-        clones = [copy.deepcopy(optimizer), pickled(optimizer)]
-        for clone in clones:
-            own = [p for g in clone.param_groups for p in g["params"]]
-            give_gradients(own, own, 1)
-            clone.step()
-        give_gradients(params, params, 1)
-        optimizer.step()
-        for clone in clones:
-            assert _equal(params, [p for g in clone.param_groups for p in g["params"]])
-
-    def test_traced(self, optimizer_class: type[co.CompiledOptimizer], lowering: str) -> None:
-        params = _parameters(optimizer_class, torch.float32)
-        twins = copies(params, torch.float32)
-        optimizer, twin = (optimizer_class(ps, lr=0.1, lowering=lowering) for ps in (params, twins))
-        compiled = torch.compile(optimizer.step, fullgraph=True)
-        for step in range(3):
-            give_gradients(params, twins, step)
-            compiled()
-            twin.step()
-        assert _equal(params, [t.contiguous() for t in twins])
-
-    def test_schedulers(self, optimizer_class: type[co.CompiledOptimizer], lowering: str) -> None:
-        if not hasattr(torch.optim, optimizer_class.__name__):
-            pytest.skip("torch has none")
-        params = _parameters(optimizer_class, torch.float32)
-        twins = copies(params, torch.float32)
-        optimizer = optimizer_class(params, lr=0.1, lowering=lowering)
-        reference = getattr(torch.optim, optimizer_class.__name__)(twins, lr=0.1)
-        schedulers = [torch.optim.lr_scheduler.CosineAnnealingLR(o, T_max=5) for o in (optimizer, reference)]
-        for _ in range(4):
-            optimizer.step()
-            reference.step()
-            for scheduler in schedulers:
-                scheduler.step()
-            assert optimizer.hyperparameters()[0]["lr"] == reference.param_groups[0]["lr"]
 
 
 class _Counting:

@@ -160,18 +160,6 @@ def test_runs_are_equal_bit_for_bit(dtype: torch.dtype, lowering: str) -> None:
         assert all(torch.equal(p, q) for p, q in zip(results[0], others, strict=True))
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_nothing_compiles_again(lowering: str) -> None:
-    params = parameters(torch.float32)
-    optimizer = co.AdamW(params, lr=0.1, cautious=True, lowering=lowering, max_grad_norm=1.0)
-    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
-    for step in range(6):
-        with co.no_recompiles() if step else torch.enable_grad():
-            give_gradients(params, params, step, absent=2 + step % 3)
-            optimizer.step()
-            scheduler.step()
-
-
 class Normed(co.CompiledOptimizer):
     """A toy with means of its own, the second of which needs the first: steps over their own root mean square."""
 

@@ -185,65 +185,6 @@ def test_cautious_steps_leave_decay_alone(name: str) -> None:
     assert relative_error(ours, twins) < 1e-13
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
-def test_nothing_compiles_again_while_everything_moves(lowering: str) -> None:
-    params = parameters(torch.float32)
-    optimizer = co.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1, decouple_lr=True, lowering=lowering)
-    give_gradients(params, params, 0)
-    optimizer.step()
-    with co.no_recompiles():
-        for step in range(1, 5):
-            optimizer.param_groups[0].update(lr=0.1 / step, max_lr=0.2 / step, weight_decay=0.3 / step)
-            give_gradients(params, params, step, absent=2 + step)
-            optimizer.step()
-
-
-def test_a_compiled_training_step_follows(one_thread: None) -> None:
-    """Traced once, with the learning rate on a schedule and ``max_lr`` assigned."""
-    param, twin = (Parameter(torch.ones(3)) for _ in range(2))
-    optimizer = co.SGD([param], lr=0.1, weight_decay=0.5, decouple_lr=True)
-    traces = 0
-
-    def backend(graph: Any, inputs: Any) -> Any:
-        nonlocal traces
-        traces += 1
-        return graph
-
-    @torch.compile(fullgraph=True, backend=backend)
-    def compiled() -> None:
-        optimizer.step()
-
-    param.grad = torch.full((3,), 0.5)
-    for step in range(5):
-        lr, max_lr, weight_decay = 0.1 * step, 0.5 + step, 0.5 / (1 + step)
-        optimizer.param_groups[0].update(lr=lr, max_lr=max_lr, weight_decay=weight_decay)
-        compiled()
-        with torch.no_grad():
-            twin.mul_(1 - lr / max_lr * weight_decay).sub_(lr * param.grad)
-    torch.testing.assert_close(param, twin)
-    assert traces == 1
-
-
-def test_a_captured_step_follows_max_lr(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A graph that was captured by hand reads it where it lies, in a kernel of an elementwise rule."""
-    from simulated_graph import SimulatedGraph, install
-
-    install(monkeypatch)
-    param = Parameter(torch.ones(3, dtype=torch.float64))
-    optimizer = co.SGD([param], lr=0.1, weight_decay=0.5, decouple_lr=True)
-    param.grad = torch.zeros(3, dtype=torch.float64)
-    optimizer.step()
-    expected = 0.5
-    graph = SimulatedGraph(torch.device("cpu"))
-    with graph.capturing():
-        optimizer.step()
-    for max_lr in (0.1, 0.4, 0.0, 0.2):
-        optimizer.param_groups[0]["max_lr"] = max_lr
-        graph.replay()
-        expected *= 1 - 0.1 / max_lr * 0.5 if max_lr else 1.0
-    torch.testing.assert_close(param.detach(), torch.full_like(param, expected), rtol=1e-14, atol=0)
-
-
 def test_gradients_flow_to_max_lr() -> None:
     max_lr = torch.tensor(0.2, dtype=torch.float64, requires_grad=True)
     param = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True) * 1
