@@ -124,7 +124,7 @@ BUDGET = {
     "lowering": 5515,
     "memory": 1340,
     "optimizers": 2062,
-    "plan": 969,
+    "plan": 976,
     "reports": 941,
     "rule": 3079,
     "simulated": 755,
