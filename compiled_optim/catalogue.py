@@ -19,7 +19,6 @@ from torch import nn
 
 from compiled_optim import optimizers
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule.fields import Hyper, Option
 from compiled_optim.rule.storage import INT8, MODES
 from compiled_optim.state import StateForm
 
@@ -195,7 +194,7 @@ def _bytes(kind: type[CompiledOptimizer], dtype: torch.dtype, options: Mapping[s
     declaration, param = kind._declaration, torch.empty(_SIDE, _SIDE, dtype=dtype, device="meta")
     for option in declaration.options:
         option.check(options.get(option.name, option.default))
-    group = {f.name: f.default for f in kind._fields_of((Hyper, Option))}
+    group = {f.name: f.default for f in declaration.group_fields}
     group |= {**options, "params": [param]}
     form = StateForm.of_group(declaration, [group], 0, group)(0)  # type: ignore[list-item]
     sizes = [math.prod(form.shape_of(b)) * form.dtype_of(b).itemsize for b in declaration.buffers if b.name in form.buffers]

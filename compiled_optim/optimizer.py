@@ -34,7 +34,7 @@ from compiled_optim.memory.torch_internals import (
 from compiled_optim.plan.clipping import CHOSEN
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
-from compiled_optim.rule.fields import Hyper, Number, Option, PerParameter, Static, added, option
+from compiled_optim.rule.fields import Number, PerParameter, added, option
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, Weights
 from compiled_optim.rule.transforms import Split
@@ -148,10 +148,10 @@ class CompiledOptimizer(Declared, Optimizer):
 
     @outside_dynamo
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        statics = {s.name: s.default for s in self._fields_of(Static) if not s.init}
+        statics = {s.name: s.default for s in self._declaration.statics if not s.init}
         options = built_in_entries(type(self), {**statics, **self._arguments(args, kwargs)})
         params = options.pop("params")
-        for choice in self._fields_of(Option):
+        for choice in self._options():
             choice.check(options[choice.name])
         if options["fused"] and options["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")  # torch's words
@@ -161,9 +161,9 @@ class CompiledOptimizer(Declared, Optimizer):
         self.skip_nonfinite = options["skip_nonfinite"]
         defaults, self._engine.groups.tensor_defaults = _as_defaults(type(self), options)
         groups = as_groups(params)
-        for hyper in (h for h in self._fields_of(Hyper) if h.when and h.name in defaults):
-            if not any(group.get(hyper.when, options[hyper.when]) for group in groups):
-                raise ValueError(f"nothing reads {hyper.name} without {hyper.when}=True, which no group has")
+        for name, when in [(h.name, h.when) for h in self._declaration.hypers if h.when and h.name in defaults]:
+            if not any(group.get(when, options[when]) for group in groups):
+                raise ValueError(f"nothing reads {name} without {when}=True, which no group has")
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -378,7 +378,7 @@ class CompiledOptimizer(Declared, Optimizer):
         engine.current()
         groups, schedules = engine.groups.distinct, engine.schedules.copy()
         indices = [*range(len(groups))] if group is None else [engine.groups.index_of(group)]
-        fields = {index: {h.name: h for h in groups[index].kind._fields_of(Hyper)} for index in indices}
+        fields = {index: {h.name: h for h in groups[index].kind._declaration.hypers} for index in indices}
         if unknown := functions.keys() - {name for hypers in fields.values() for name in hypers}:
             kind = type(self) if group is None else groups[indices[0]].kind
             raise ValueError(no_hyperparameter(kind, min(unknown)))
@@ -607,7 +607,7 @@ def _as_defaults(kind: type[Declared], options: Mapping[str, Any]) -> tuple[dict
         TypeError, ValueError: a hyperparameter is no number, or out of range.
     """
     defaults, tensors = group_entries(kind, options), {}
-    for hyper in (h for h in kind._fields_of(Hyper) if h.name in defaults and h.choice(options[h.name]) is None):
+    for hyper in (h for h in kind._declaration.hypers if h.name in defaults and h.choice(options[h.name]) is None):
         elements = hyper.elements(options[hyper.name], "")
         numbers = tuple(e.item() if isinstance(e, Tensor) else e for e in elements)
         for index, number in enumerate(numbers):

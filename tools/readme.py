@@ -77,8 +77,8 @@ def optimizers_table() -> str:
     rows = ["| optimizer | fields and defaults | state per parameter |", "|---|---|---|"]
     for cls in classes:
         summary = inspect.cleandoc(cls.__doc__ or "").split("\n\n")[0].replace("\n", " ")
-        choices = [s for s in cls._fields_of(Static) if s.init]
-        declared = [f for f in (*cls._fields_of(Hyper), *choices) if f.name in cls._declared]
+        choices = [s for s in cls._declaration.statics if s.init]
+        declared = [f for f in (*cls._declaration.hypers, *choices) if f.name in cls._declared]
         fields = ", ".join(f"`{_argument(f)}`" for f in declared)
         buffers = ", ".join(f"`{b.name}`{condition(cls, b)}" for b in cls._declaration.buffers if b.name in cls._declared)
         scalars = ", ".join(f"`{s.name}`" for s in cls._declaration.scalars)

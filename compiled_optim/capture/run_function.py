@@ -14,7 +14,6 @@ from torch.utils import _pytree as pytree
 from compiled_optim.capture.graph import CudaGraph, Run, difference, graph_of
 from compiled_optim.capture.guards import Guards, LiveAutograd, gradient_text, watching_zero_grad
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule.fields import Hyper
 from compiled_optim.step.engine import Engine, recorded_by_runner
 
 CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
@@ -302,7 +301,7 @@ def _hypers_of(engine: Engine, *, exposed: bool = False) -> dict[str, tuple[int,
     return {
         f"param_groups[{i}][{hyper.name!r}]" + (f"[{k}]" if len(tensors) > 1 else ""): (id(tensor), tensor._version)
         for i, group in enumerate(engine.groups.listed)
-        for hyper in group.kind._fields_of(Hyper)
+        for hyper in group.kind._declaration.hypers
         if (i, hyper.name) not in engine.schedules.functions and (group.is_exposed(hyper.name) or not exposed)
         for tensors in (group.read_only(hyper.name),)
         for k, tensor in enumerate(tensors)

@@ -86,9 +86,7 @@ def group_change(
         problems.append(f"the checkpoint's {name}={described(value)} has no counterpart")
     chosen = (*declaration.statics, *declaration.options)
     skipped = {*kind._group_flags, *kind._modes, *[c.name for c in chosen], RULE, *unknown}
-    skipped |= {
-        h.name for h in hypers.values() if h.fixed and any([h.choice(g.get(h.name)) is not None for g in (group, *saved)])
-    }
+    skipped |= {n for n, h in hypers.items() if h.fixed and any([h.choice(g.get(n)) is not None for g in (group, *saved)])}
     taken: dict[str, list[Any]] = {}
     for g in saved:
         for key in [key for key in g if key not in skipped]:

@@ -28,7 +28,7 @@ from compiled_optim.groups.per_parameter import ByName, check_kept, check_names,
 from compiled_optim.memory.layout import scalars_device
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.did_you_mean import warn_of_entry
-from compiled_optim.rule.fields import LR_SCALE, Hyper
+from compiled_optim.rule.fields import LR_SCALE
 from compiled_optim.rule.rule import RULE, TRAIN_MODE
 
 
@@ -139,7 +139,7 @@ class GroupList:
 
     def _warn_of_unread(self, kind: type[Declared], entries: Set[str], index: int) -> None:
         """Warn of ``entries`` of a group that other rules read and ``kind`` does not: OneCycleLR writes ``momentum``."""
-        others = {hyper.name for each in self.kinds for hyper in each._fields_of(Hyper)}
+        others = {hyper.name for each in self.kinds for hyper in each._declaration.hypers}
         for key in sorted(entries & others - {*group_keys(kind)}):
             message = f"nothing reads {key} of param_groups[{index}]: {kind.__name__}, its {RULE}, has no such number"
             warnings.warn(message, UserWarning, stacklevel=2)

@@ -413,8 +413,7 @@ def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
 
 def group_keys(kind: type[Declared]) -> list[str]:
     """Return the keys that a group of ``kind`` may have besides its parameters."""
-    fields = *kind._fields_of(Hyper), *kind._fields_of(Static), *kind._declaration.options
-    return [*(f.name for f in fields), *kind._group_flags, *kind._modes, RULE]
+    return [*(f.name for f in kind._declaration.group_fields), *kind._group_flags, *kind._modes, RULE]
 
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:
@@ -487,14 +486,14 @@ def check_values(kind: type[Declared], group: Mapping[str, Any], before: Mapping
     """
     where, entries, is_new = f"param_groups[{index}]", group, not isinstance(before, ParamGroup)
     group = {**kind._added_choices(), **group}
-    for choice in kind._fields_of(Option):
+    for choice in kind._options():
         value = group.get(choice.name, choice.default)
         if not is_ignored(choice.name, value):
             choice.check(value, where)
-    if absent := [h.name for h in kind._fields_of(Hyper) if h.name not in group]:
+    if absent := [h.name for h in kind._declaration.hypers if h.name not in group]:
         raise ValueError(f"{where} has no {absent[0]}, for which {kind.__name__} has no default")
-    hypers = {h.name: group[h.name] for h in kind._fields_of(Hyper)}
-    for hyper, value in zip(kind._fields_of(Hyper), hypers.values(), strict=True):
+    hypers = {h.name: group[h.name] for h in kind._declaration.hypers}
+    for hyper, value in zip(kind._declaration.hypers, hypers.values(), strict=True):
         was_stored_as_is = hyper.name in before and is_stored_as_is(hyper, value, group)  # from a checkpoint
         if (value is not None or not hyper.like) and not was_stored_as_is and hyper.choice(value) is None:
             # An existing group refuses a number out of range in the next step.

@@ -25,7 +25,6 @@ from compiled_optim.groups.param_group import group_keys
 from compiled_optim.groups.parameters import first_three, named_parameters
 from compiled_optim.interop import bitsandbytes, fused_adam, optimi
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule.fields import Hyper, Static
 from compiled_optim.rule.storage import HALVES
 
 Kind: TypeAlias = type[CompiledOptimizer]
@@ -208,12 +207,12 @@ def _keep_dtypes(kind: Kind, group: dict[str, Any], states: Mapping[Tensor, Any]
 
 def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return ``group`` with the tensors and names of the ``old`` one, and copies of all but hyperparameters."""
-    names, numbers = group.get("param_names"), {hyper.name for hyper in kind._fields_of(Hyper)}
+    names, numbers = group.get("param_names"), {hyper.name for hyper in kind._declaration.hypers}
     params = old["params"] if names is None else [*zip(names, old["params"], strict=True)]
     entries = {key: value for key, value in group.items() if key not in ("params", "param_names")}
     for key, value in foreign_options([entries]).items():
         raise ValueError(f"{key}={value!r} of param_groups[{index}] has no counterpart in {kind.__name__}")
-    for field in [static for static in kind._fields_of(Static) if not static.init]:
+    for field in [static for static in kind._declaration.statics if not static.init]:
         if entries.get(field.name, field.default) != field.default:
             raise ValueError(
                 f"{field.name} of param_groups[{index}] is {entries[field.name]!r}, and {field.default} in {kind.__name__}"

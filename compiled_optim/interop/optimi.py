@@ -33,7 +33,7 @@ from compiled_optim.interop.forms import indexed
 from compiled_optim.interop.replace_files import Keep, in_memory
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.rule.declared import Declared
-from compiled_optim.rule.fields import LR_SCALE, Hyper, Static, is_per_parameter
+from compiled_optim.rule.fields import LR_SCALE, is_per_parameter
 from compiled_optim.rule.rule import Declaration
 from compiled_optim.rule.transforms import DECOUPLED
 from compiled_optim.state import StateForm
@@ -219,8 +219,7 @@ def to_optimi(state_dict: Mapping[str, Any], *kinds: type[Declared], keep: Keep 
     """
     Checkpoint.of(state_dict).refuse_foreign("optimi")
     state: dict[int, dict[str, Any]] = {}
-    fields = (f for kind in kinds for f in (*kind._fields_of((Hyper, Static)), *kind._declaration.options))
-    groups, keys = [], {"maximize", *(field.name for field in fields)} - {LR_SCALE}
+    groups, keys = [], {"maximize", *(f.name for kind in kinds for f in kind._declaration.group_fields)} - {LR_SCALE}
     for i, group in enumerate(state_dict["param_groups"]):
         where = f"param_groups[{i}]"
         names = dict(zip(group["params"], parameter_names(group, i), strict=True))

@@ -20,7 +20,7 @@ from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.reports.finding import Finding
 from compiled_optim.reports.memory import bytes_of
 from compiled_optim.rule.declared import Declared, rule_name
-from compiled_optim.rule.fields import LR_SCALE, Hyper
+from compiled_optim.rule.fields import LR_SCALE
 from compiled_optim.rule.rule import RULE, WHY, by_name
 from compiled_optim.rule.storage import PARTS
 from compiled_optim.state import has_declared_entries
@@ -173,7 +173,7 @@ def _groups(engine: Engine, optimizer: int) -> Iterator[_Group]:
         defaults = {**kind._added_choices(), **defaults}
         numbers = group.floats(wait=False) if isinstance(group, ParamGroup) else {}
         entries = {**defaults, **dict(dict.items(group)), **numbers}  # a group's own items would wait for the device
-        entries |= {h.name: _number(entries[h.name]) for h in kind._fields_of(Hyper) if h.name in entries}
+        entries |= {h.name: _number(entries[h.name]) for h in kind._declaration.hypers if h.name in entries}
         differ = (value is not None and entries[key] != value for key, value in defaults.items())
         chooses = RULE in group or (len(groups) > 1 and any(differ))  # a schedule may have changed all numbers of one group
         patterns = [pattern for _, pattern in patterns_of(kind._declaration.options, entries)]

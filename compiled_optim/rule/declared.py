@@ -197,9 +197,9 @@ class Declared:
 
     @classmethod
     @functools.cache
-    def _fields_of(cls, kind: type[Any]) -> tuple[Any, ...]:
-        """Return the fields of one kind, in declared order, once the class is complete."""
-        return tuple(f for f in cls._all_fields.values() if isinstance(f, kind))
+    def _options(cls) -> tuple[Option, ...]:
+        """Return all options, also static ones, in declared order."""
+        return tuple(f for f in cls._all_fields.values() if isinstance(f, Option))
 
     @classmethod
     @functools.cache
@@ -211,8 +211,8 @@ class Declared:
     @functools.cache
     def _containers(cls) -> tuple[frozenset[str], frozenset[str]]:
         """Return the names of choices, and of tuples of numbers. Groups take containers of any type for these."""
-        choices = frozenset(f.name for f in cls._fields_of(Option)) - {LR_SCALE}
-        return choices, frozenset(h.name for h in cls._fields_of(Hyper) if h.is_tuple)
+        choices = frozenset(f.name for f in cls._options()) - {LR_SCALE}
+        return choices, frozenset(h.name for h in cls._declaration.hypers if h.is_tuple)
 
     @classmethod
     @functools.cache
@@ -221,9 +221,9 @@ class Declared:
 
         A group stores one only when it is not the default, so that groups keep torch.optim's keys.
         """
-        choices = [*(s for s in cls._fields_of(Static) if s.init), *cls._declaration.options]
+        choices: list[Hyper | Option] = [*(s for s in cls._declaration.statics if s.init), *cls._declaration.options]
         choices += [flag for name, flag in cls._flags().items() if name in cls._group_flags]
-        choices += [h for h in cls._fields_of(Hyper) if h.when]
+        choices += [h for h in cls._declaration.hypers if h.when]
         known = _torch_arguments(cls.__name__) or cls._declared
         return {choice.name: choice.default for choice in choices if choice.name not in known}
 
@@ -254,7 +254,7 @@ def _check_references(declaration: Declaration) -> None:
 
 def no_hyperparameter(cls: type[Declared], name: str) -> str:
     """Return the message that an optimizer of this class has no hyperparameter ``name``."""
-    names = [h.name for h in cls._fields_of(Hyper) if not h.when]
+    names = [h.name for h in cls._declaration.hypers if not h.when]
     return f"{cls.__name__} has no hyperparameter '{name}'; it has {', '.join(names)}{hint(name, names)}"
 
 

@@ -100,6 +100,11 @@ class Declaration:
         """The step count and the scalars, which a rule alone reads."""
         return ()
 
+    @property
+    def group_fields(self) -> tuple[Hyper | Option, ...]:
+        """The fields for which groups have entries."""
+        return *self.hypers, *self.statics, *self.options
+
     @functools.cached_property
     def scales_lr(self) -> bool:
         """Whether groups have :data:`LR_SCALE`."""
@@ -122,11 +127,7 @@ class Declaration:
     def loaded_options(self) -> dict[str, Any]:
         """The options of a group that a checkpoint decides, with their defaults."""
         seeds = (option for option in self.options if option.name == "rounding_seed")
-        chosen: list[Any] = [
-            *(static for static in self.statics if static.init),
-            *seeds,
-            *(h for h in self.hypers if h.fixed),
-        ]
+        chosen: list[Any] = [*(s for s in self.statics if s.init), *seeds, *(h for h in self.hypers if h.fixed)]
         return {"maximize": False, **{field.name: field.default for field in chosen}}
 
     def choices(self, entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from compiled_optim.rule.vocabulary import floor, maximum, product, sign, where
 
 PARAM = "param"  # the ``init`` of a buffer that begins as a copy of the parameter
 _STARTS = "first_step"  # the coefficient that is 1 in a parameter's first step, then 0
+_FACTOR = Hyper(1.0, ge=0, name=LR_SCALE)
 _COUNT = "elements"  # the coefficient that is the number of a parameter's elements
 
 
@@ -87,14 +88,10 @@ def lr_scaled(rule: Rule) -> Rule:
     return dataclasses.replace(rule, options=(*rule.options, choice), coefficients=coefficients)
 
 
-_FACTOR = Hyper(1.0, ge=0, name=LR_SCALE)
-
-
 def lr_factor(value: Any, name: str | None, param: Tensor, where: str) -> float:
-    """Return the factor of ``lr`` that a ``value`` of ``lr_scale`` assigns to ``param``, called ``where`` in messages.
+    """Return the factor of ``lr`` that a ``value`` of ``lr_scale`` assigns to ``param``, ``where`` in messages, or 1.
 
-    It is 1 for a value that assigns none. Raise an error where it is no finite number >= 0, or where ``name`` is None and
-    ``value`` needs it.
+    Raise an error where it is no finite number >= 0, or where ``name`` is None and ``value`` needs it.
     """
     if not is_per_parameter(value):
         return 1.0
@@ -113,8 +110,7 @@ def lr_factor(value: Any, name: str | None, param: Tensor, where: str) -> float:
 
 def _check_scale(value: Any, what: str) -> None:
     if not is_per_parameter(value):
-        wanted = "a dict name -> number or a function (name, parameter) -> number"
-        raise TypeError(f"{what} must be {wanted}, got {value!r}")
+        raise TypeError(f"{what} must be a dict name -> number or a function (name, parameter) -> number, got {value!r}")
 
 
 LEAST = 1e-3  # the least share of moving elements by which steps are divided

@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule.fields import Hyper, Option
 
 TAKEN: dict[str, Any] = {
     "adam_wd": True,
@@ -65,9 +64,9 @@ def kinds() -> list[type[CompiledOptimizer]]:
 
 
 def options_of(kind: type[CompiledOptimizer]) -> list[str]:
-    fixed = [h.name for h in kind._fields_of(Hyper) if h.fixed]
+    fixed = [h.name for h in kind._declaration.hypers if h.fixed]
     arguments = inspect.signature(kind).parameters
-    return [f.name for f in kind._fields_of(Option) if f.name in arguments and not f.name.startswith("adamw")] + fixed
+    return [f.name for f in kind._options() if f.name in arguments and not f.name.startswith("adamw")] + fixed
 
 
 def pairs(table: Any) -> list[tuple[type[CompiledOptimizer], str]]:

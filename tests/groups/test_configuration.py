@@ -13,7 +13,6 @@ from catalog import registry
 from round_trips import through_a_file
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Hyper, Option
 
 
 class Listed(Sequence):
@@ -75,12 +74,12 @@ def is_plain(value: Any) -> bool:
     return type(value) in (int, float, bool, str, type(None), torch.dtype)
 
 
-TUPLES = [(k, h.name) for k in registry() for h in k._fields_of(Hyper) if h.is_tuple]
-NUMBERS = [(k, h.name) for k in registry() for h in k._fields_of(Hyper) if not h.is_tuple]
+TUPLES = [(k, h.name) for k in registry() for h in k._declaration.hypers if h.is_tuple]
+NUMBERS = [(k, h.name) for k in registry() for h in k._declaration.hypers if not h.is_tuple]
 BOOLS = [
     (k, c.name)
     for k in registry()
-    for c in k._fields_of(Option)
+    for c in k._options()
     if type(c.default) is bool and c.name in ("nesterov", "amsgrad", "centered", "maximize", "cautious", "decouple_lr")
 ]
 
@@ -88,7 +87,7 @@ BOOLS = [
 @pytest.mark.quick
 @pytest.mark.parametrize(("kind", "name"), TUPLES, ids=lambda v: getattr(v, "__name__", v))
 def test_any_sequence_is_taken_for_a_tuple_and_kept_as_one(kind, name):
-    default = next(h.default for h in kind._fields_of(Hyper) if h.name == name)
+    default = next(h.default for h in kind._declaration.hypers if h.name == name)
     value = tuple(1e-3 if d is None else d * 0.75 if d < 1 else d for d in default)
     for label, convert in CONTAINERS.items():
         for way in WAYS:
@@ -103,7 +102,7 @@ def test_any_sequence_is_taken_for_a_tuple_and_kept_as_one(kind, name):
 @pytest.mark.quick
 @pytest.mark.parametrize(("kind", "name"), NUMBERS, ids=lambda v: getattr(v, "__name__", v))
 def test_numpy_numbers_are_kept_as_pythons(kind, name):
-    hyper = next(h for h in kind._fields_of(Hyper) if h.name == name)
+    hyper = next(h for h in kind._declaration.hypers if h.name == name)
     least, most = hyper.span
     number = next(n for n in (1, 0, 0.5, -1, -0.5) if least <= n <= most and (n or hyper.when is None))
     for scalar in SCALARS if number in (0, 1) else [np.float64, np.float32, np.array]:
@@ -120,7 +119,7 @@ def test_numpy_numbers_are_kept_as_pythons(kind, name):
 @pytest.mark.parametrize(("kind", "name"), BOOLS, ids=lambda v: getattr(v, "__name__", v))
 def test_numpy_bools_are_kept_as_pythons(kind, name):
     for way in WAYS:
-        default = next(c.default for c in kind._fields_of(Option) if c.name == name)
+        default = next(c.default for c in kind._options() if c.name == name)
         opt = made(kind, way, name, np.bool_(default))
         assert type(opt.param_groups[0].get(name, default)) is bool, way
         reread(opt)

@@ -9,7 +9,6 @@ import torch
 from catalog import registry
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Option
 
 P = torch.nn.Parameter
 
@@ -45,8 +44,8 @@ CHOICES: dict[str, Any] = {
 
 
 def test_these_are_all_options_by_name() -> None:
-    found = {o.name for kind in registry() for o in kind._fields_of(Option)}
-    by_name = {o.name for kind in registry() for o in kind._fields_of(Option) if o.patterns}
+    found = {o.name for kind in registry() for o in kind._options()}
+    by_name = {o.name for kind in registry() for o in kind._options() if o.patterns}
     assert by_name | {"lr_scale"} == {*CHOICES} <= found
 
 

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.memory import torch_internals
-from compiled_optim.rule.fields import Hyper
 
 NAMES = [name for name in co.list_optimizers() if not name.startswith("mup.") and name not in ("lbfgs", "muon_adamw")]
 
@@ -27,7 +26,7 @@ def made(cls: Any = co.SGD, **options: Any) -> Any:
 
 
 def live(optimizer: Any, group: int = 0) -> list[Tensor]:
-    names = [hyper.name for hyper in type(optimizer)._fields_of(Hyper)]
+    names = [hyper.name for hyper in type(optimizer)._declaration.hypers]
     shown = [optimizer.hyperparameter(name, group) for name in names if name in optimizer.param_groups[group]]
     return [tensor for each in shown for tensor in (each if isinstance(each, tuple) else (each,))]
 

@@ -21,7 +21,7 @@ def _leaf(*values: float) -> torch.Tensor:
 
 def _given(case: Case) -> list[Hyper]:
     """The hyperparameters that have a value of their own."""
-    return [h for h in case.optimizer._fields_of(Hyper) if h.name in case.kwargs or h.default is not None]
+    return [h for h in case.optimizer._declaration.hypers if h.name in case.kwargs or h.default is not None]
 
 
 def _elements(case: Case) -> dict[tuple[str, int], float]:
@@ -75,7 +75,7 @@ def test_to_parameter_gradient_and_hyperparameters(case: Case) -> None:
 
 @pytest.mark.parametrize("optimizer", dict.fromkeys(case.optimizer for case in CASES), ids=lambda c: c.__name__)
 def test_every_hyperparameter_was_differentiated(optimizer: type[co.CompiledOptimizer]) -> None:
-    expected = {(h.name, i) for h in optimizer._fields_of(Hyper) for i in range(h.length)}
+    expected = {(h.name, i) for h in optimizer._declaration.hypers for i in range(h.length)}
     assert set().union(*(_elements(case) for case in FAR if case.optimizer is optimizer)) == expected
 
 

@@ -19,7 +19,6 @@ import compiled_optim as co
 from compiled_optim.lowering import stack_code, stack_loops
 from compiled_optim.lowering.stacks import CodeStack, LoopStack
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule.fields import Hyper
 
 MATRICES = [(3, 5), (3, 5), (5, 3), (20, 50), (50, 20), (8, 8), (1, 6)]
 FEW_MATRICES = [(3, 5), (3, 5), (50, 20)]
@@ -157,7 +156,7 @@ class TestEveryOne:
         with co.no_recompiles():
             for step in range(1, 51):
                 for index, group in enumerate(optimizer.param_groups):
-                    for hyper in optimizer._fields_of(Hyper):
+                    for hyper in optimizer._declaration.hypers:
                         values = hyper.default if hyper.is_tuple else (hyper.default,)
                         moved = tuple((0.1 if v is None else v) * (1 + 0.001 * (step + index)) for v in values)
                         moved = tuple(min(m, hyper.lt - 1e-3) if hyper.lt is not None else m for m in moved)

@@ -16,7 +16,6 @@ import pytest
 from catalog import COMBINED, registry
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Hyper
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "tests" / "support" / "every_public_name.py"
@@ -88,6 +87,6 @@ def test_overloads_say_what_is_declared() -> None:
     """Of a name that is a tuple of numbers in one optimizer and one number in another, they say nothing."""
     *named, _ = map(get_type_hints, get_overloads(co.CompiledOptimizer.hyperparameter))
     told = {name: "tuple" in str(hints["return"]) for hints in named for name in get_args(hints["name"])}
-    declared = [(h.name, h.is_tuple) for kind in (*registry(), *COMBINED) for h in kind._fields_of(Hyper)]
+    declared = [(h.name, h.is_tuple) for kind in (*registry(), *COMBINED) for h in kind._declaration.hypers]
     assert told.keys() <= {name for name, _ in declared}
     assert [name for name, is_tuple in declared if told.get(name, is_tuple) != is_tuple] == []

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor
 
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule.fields import Hyper, Static
 
 
 def naive_module(optimizer: type[CompiledOptimizer]) -> ModuleType:
@@ -41,7 +40,7 @@ def naive(optimizer: type[CompiledOptimizer]) -> Callable[..., torch.optim.Optim
 
 
 def _defaults(optimizer: type[CompiledOptimizer]) -> dict[str, Any]:
-    fields = (*optimizer._fields_of(Hyper), *optimizer._fields_of(Static))
+    fields = (*optimizer._declaration.hypers, *optimizer._declaration.statics)
     own = (f for f in fields if f.name in optimizer._declared)
     return {f.name: f.default for f in own if f.default is not inspect.Parameter.empty}
 

@@ -15,7 +15,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from traced_graphs import Graphs
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Hyper
 
 X = torch.linspace(-1, 1, 24, dtype=torch.float64).view(6, 4)
 Y = X.sum(1, keepdim=True)
@@ -102,7 +101,7 @@ def _move(optimizer: co.CompiledOptimizer, step: int) -> None:
     """Change every hyperparameter a little, within its range, by assignment on even steps and in place on odd ones."""
     optimizer.max_grad_norm = 0.3 + 0.1 * (step % 5)
     for group in optimizer.param_groups:
-        for hyper in optimizer._fields_of(Hyper):
+        for hyper in optimizer._declaration.hypers:
             moved = shifted(optimizer, hyper, 0.01 * (step % 7))
             if step % 2:
                 group[hyper.name] = moved if hyper.is_tuple else moved[0]

@@ -20,7 +20,6 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import compiled_optim as co
 from compiled_optim.optimizer import engine_of
-from compiled_optim.rule.fields import Hyper
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Profiler.*")
 
@@ -47,7 +46,7 @@ def _loss(model: nn.Module) -> torch.Tensor:
 def _move_hyperparameters(optimizer: co.CompiledOptimizer, step: int) -> None:
     """Change every hyperparameter a little, within its range, by assignment on even steps and in place on odd ones."""
     group = optimizer.param_groups[0]
-    for hyper in optimizer._fields_of(Hyper):
+    for hyper in optimizer._declaration.hypers:
         moved = shifted(optimizer, hyper, 0.01 * (step % 7))
         if step % 2:
             group[hyper.name] = moved if hyper.is_tuple else moved[0]

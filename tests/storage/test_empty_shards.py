@@ -22,7 +22,6 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from two_processes import passed, run
 
 import compiled_optim as co
-from compiled_optim.rule.fields import Static
 
 pytestmark = [
     pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
@@ -69,7 +68,7 @@ def made(kind: Any, params: list[nn.Parameter], **options: Any) -> Any:
     """
     named = [(f"p{i}", p) for i, p in enumerate(params)]
     choices = (
-        [] if kind is co.Prodigy else [s.name for s in kind._fields_of(Static) if s.name in ("decouple_lr", "cautious")]
+        [] if kind is co.Prodigy else [s.name for s in kind._declaration.statics if s.name in ("decouple_lr", "cautious")]
     )
     own = dict.fromkeys(choices[:1], True)
     return kind([{"params": named[:1], **own}, {"params": named[1:]}], **required(kind), **options)

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import Number, buffer, hyper
-from compiled_optim.rule.fields import Hyper, Static
 
 Scenario = Callable[["Side", int], None]
 
@@ -171,7 +170,7 @@ def overflow(side: Side, i: int) -> None:
 def every_hyperparameter(side: Side, i: int) -> None:
     """By assignment, and in the live tensor, in turn."""
     for g, group in enumerate(side.optimizer.param_groups):
-        for field_ in side.optimizer._fields_of(Hyper):
+        for field_ in side.optimizer._declaration.hypers:
             moved = shifted(side.optimizer, field_, 0.01 * ((i + g) % 7))
             if i % 2:
                 group[field_.name] = moved if field_.is_tuple else moved[0]
@@ -186,7 +185,7 @@ def written_in_some_way(side: Side, random: Random) -> None:
     optimizer = side.optimizer
     index = random.randrange(len(optimizer.param_groups))
     group = optimizer.param_groups[index]
-    hyper = random.choice([h for h in optimizer._fields_of(Hyper) if h.name in group])
+    hyper = random.choice([h for h in optimizer._declaration.hypers if h.name in group])
     moved = shifted(optimizer, hyper, 0.01 * random.randrange(7))
     value = moved if hyper.is_tuple else moved[0]
 
@@ -298,7 +297,7 @@ def state_rebound(side: Side, i: int) -> None:
 
 
 def static_choice(side: Side, i: int) -> None:
-    choice = next((f for f in side.optimizer._fields_of(Static) if isinstance(f.default, bool)), None)
+    choice = next((f for f in side.optimizer._declaration.statics if isinstance(f.default, bool)), None)
     if i == 7 and choice is not None:
         side.optimizer.param_groups[0][choice.name] = not choice.default
 
@@ -431,7 +430,7 @@ def kind_name(kwargs: dict[str, Any]) -> str:
 
 def recaptures_of(scenario: Scenario, kind: dict[str, Any]) -> int:
     """How often a graph of either kind must be captured again in this scenario."""
-    has_choice = any(isinstance(f.default, bool) for f in kind["optimizer"]._fields_of(Static))
+    has_choice = any(isinstance(f.default, bool) for f in kind["optimizer"]._declaration.statics)
     return 0 if scenario.__name__ == "static_choice" and not has_choice else RECAPTURES.get(scenario.__name__, 0)
 
 

@@ -198,7 +198,7 @@ def _keeps(optimizer: type[CompiledOptimizer]) -> bool:
 
 def required(optimizer: type[CompiledOptimizer]) -> dict[str, float]:
     """Values for the arguments that have no default."""
-    return {f.name: 1e-3 for f in optimizer._fields_of(Hyper) if f.default is inspect.Parameter.empty}
+    return {f.name: 1e-3 for f in optimizer._declaration.hypers if f.default is inspect.Parameter.empty}
 
 
 def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:

@@ -19,7 +19,6 @@ import compiled_optim as co
 from compiled_optim.lowering import list_program, lists
 from compiled_optim.memory.torch_compiler import Code
 from compiled_optim.rule import Number, buffer, hyper
-from compiled_optim.rule.fields import Static
 
 MINIMUM = 64
 """Elements from which parameters are stored as ``weights`` and ``state_dtype`` say, in these tests."""
@@ -113,7 +112,7 @@ class GPUCase:
 
 def _choices(optimizer: type[co.CompiledOptimizer], kwargs: dict[str, Any]) -> tuple[Any, ...]:
     """What of ``kwargs`` shapes code: static choices, and whether a hyperparameter that decides on a buffer is 0."""
-    statics = {f.name: kwargs.get(f.name, f.default) for f in optimizer._fields_of(Static)}
+    statics = {f.name: kwargs.get(f.name, f.default) for f in optimizer._declaration.statics}
     zeros = {name: not kwargs.get(name) for name in optimizer._declaration.structural_hypers}
     return tuple(sorted((statics | zeros | {"maximize": False}).items()))
 

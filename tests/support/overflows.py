@@ -11,10 +11,9 @@ from catalog import required, ruled
 from torch import Tensor, nn
 
 from compiled_optim.rule import storage as rule_storage
-from compiled_optim.rule.fields import Buffer
 from compiled_optim.rule.formats import GROUP
 
-KINDS = {c.__name__: c for c in ruled("dense") if any(b.int8 for b in c._fields_of(Buffer))}
+KINDS = {c.__name__: c for c in ruled("dense") if any(b.int8 for b in c._declaration.buffers)}
 """Every optimizer with state that can be stored in groups."""
 
 STORAGE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {

@@ -27,7 +27,6 @@ from walks import walks
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule.fields import Hyper, Static
 
 TOLERANCE = {"Muon": 0.1}  # of the distance moved, since its iteration is in bfloat16
 
@@ -131,11 +130,11 @@ class Soak:
         norm = math.sqrt(sum(_square_sum(g) for g in grads if g is not None))
         skipped = skip and not math.isfinite(norm)
         factor = min(1.0, float(clip) / (norm + 1e-6)) if clip is not None else 1.0
-        options = {h.name: None for h in self.optimizer._fields_of(Hyper)}
+        options = {h.name: None for h in self.optimizer._declaration.hypers}
         for group, numbers in zip(self.optimizer.param_groups, self.optimizer.hyperparameters(), strict=True):
             h = SimpleNamespace(
                 **{**options, **numbers, "maximize": group.get("maximize", False)},
-                **{s.name: group.get(s.name, s.default) for s in self.optimizer._fields_of(Static)},
+                **{s.name: group.get(s.name, s.default) for s in self.optimizer._declaration.statics},
             )
             for param in group["params"]:
                 index = next(i for i, p in enumerate(self.params) if p is param)
@@ -261,7 +260,9 @@ def make_anew(soak: Soak) -> None:
         soak.random.shuffle(named)
         group["params"] = named
     known = (
-        {s.name for s in old._fields_of(Static) if s.init} | {h.name for h in old._fields_of(Hyper)} | {"params", "maximize"}
+        {s.name for s in old._declaration.statics if s.init}
+        | {h.name for h in old._declaration.hypers}
+        | {"params", "maximize"}
     )
     groups = [{k: v for k, v in group.items() if k in known} for group in groups]
     soak.optimizer = type(old)(

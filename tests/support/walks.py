@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
-from compiled_optim.rule.fields import Hyper, Static
 
 OPTIMIZERS: list[tuple[type[CompiledOptimizer], dict[str, Any]]] = [
     (co.AdamW, {"betas": (0.6, 0.8), "eps": 1e-2, "weight_decay": 0.3}),
@@ -148,7 +147,7 @@ def _hyper(side: Side, random: Random) -> tuple[int, str, float]:
     """A group, one of its hyperparameters that is a single number, and a value for it; momentum is 0 half of the time."""
     index = random.randrange(len(side.optimizer.param_groups))
     group = side.optimizer.param_groups[index]
-    names = [h.name for h in side.optimizer._fields_of(Hyper) if not h.is_tuple and h.name in group]
+    names = [h.name for h in side.optimizer._declaration.hypers if not h.is_tuple and h.name in group]
     structural = side.optimizer._rule.structural_hypers
     name = random.choice([*names, *[n for n in structural for _ in range(3)]])
     value = random.uniform(0.01, 0.1)
@@ -238,7 +237,7 @@ def replace_a_group(side: Side, random: Random) -> None:
 
 def choose(side: Side, random: Random) -> None:
     """Another static choice, or sign."""
-    own = {f.name for f in side.optimizer._fields_of(Static)} & {"amsgrad", "centered"}
+    own = {f.name for f in side.optimizer._declaration.statics} & {"amsgrad", "centered"}
     group, name = random.choice(side.optimizer.param_groups), random.choice(sorted({"maximize", *own}))
     group[name] = not group[name]
 
