@@ -114,7 +114,7 @@ class GroupNumbers:
 
     def is_as_written(self, i: int) -> bool:
         """Return whether a number still is the one in :attr:`written`, maybe after a wait if other code may have written."""
-        if (written := self.written[i]) is None or self.certain(i) is not None:
+        if (written := self.written[i]) is None or self.is_private(i):
             return written is not None
         if self.tensors[i].is_meta or is_lost(self.tensors[i]):
             return True

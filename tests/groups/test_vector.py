@@ -147,15 +147,17 @@ def test_compiled_code_takes_one_vector_for_each_group() -> None:
     assert [shape for shape in taken if shape == (count,)] == [(count,)] * 5
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_refused_number_that_other_code_mends_is_used(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("waits", "counted"), [(False, True), (True, True), (False, False)])
+def test_a_refused_number_that_other_code_mends_is_used(waits: bool, counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A write through ``.data``, which no version counts, is seen on a CPU."""
     if waits:
         monkeypatch.setitem(torch_internals.CAPTURING, "cpu", lambda: None)
     optimizer, reference = made(momentum=0.5), made(torch.optim.SGD, momentum=0.25)
+    momentum = optimizer.hyperparameter("momentum")
     optimizer.param_groups[0]["momentum"] = -0.5
     with pytest.raises(ValueError, match="momentum"):
         optimizer.step()
-    optimizer.hyperparameter("momentum").fill_(0.25)
+    (momentum if counted else momentum.data).fill_(0.25)
     for each in (optimizer, reference):
         for _ in range(2):
             each.step()
