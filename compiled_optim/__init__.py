@@ -15,6 +15,7 @@ The parts are floors of a house: a module imports only from its own floor and fr
     step_module.py       the step as a module, for training steps that are compiled into a file
     optimizers/          one optimizer per file: its fields and its rule, functions that define the update
     optimizer.py         CompiledOptimizer: torch.optim's interface over groups, state and plans
+    saved_optimizer.py   its part about groups and state: read, saved, loaded, copied
     model.py             a model's parameters by name: groups for an optimizer, and dtypes
     step/                the engine, which owns groups and state and runs steps; a step, made of plans
     lowering/            the ways to run a plan: kernels, torch operations, stacks, sparse rows

@@ -10,7 +10,8 @@ from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.read import Checkpoint, SavedGroup, described, match
 from compiled_optim.checkpoint.state_dict import LoadReport
 from compiled_optim.groups.parameters import named_parameters
-from compiled_optim.optimizer import CompiledOptimizer, engine_of, prepare_load
+from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.saved_optimizer import prepare_load
 
 Optimizers: TypeAlias = CompiledOptimizer | Sequence[CompiledOptimizer]
 _SEVERAL = "a state dict of several optimizers"  # foreign state in it would have no owner

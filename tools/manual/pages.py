@@ -167,7 +167,8 @@ def _reference() -> dict[str, str]:
     for name in sorted([*names, *(name for name in of_mup if "._" not in name)], key=str.lower):
         member = operator.attrgetter(name)(co)
         kind = "function" if inspect.isfunction(member) else "exception" if issubclass(member, Exception) else "class"
-        texts[name] = "\n".join([*_title(name), f".. auto{kind}:: compiled_optim.{name}"])
+        inherited = ["   :inherited-members: Optimizer"] if name == co.CompiledOptimizer.__name__ else []
+        texts[name] = "\n".join([*_title(name), f".. auto{kind}:: compiled_optim.{name}", *inherited])
         rows.append([f":doc:`{name}`", (inspect.getdoc(member) or "").partition("\n\n")[0].replace("\n", " ")])
     head = [*_title("Reference"), ".. py:currentmodule:: compiled_optim", ""]
     head += ["Each optimizer has :doc:`a page of its own <../compiled_optim/optimizers/index>`.", ""]
