@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -173,7 +174,7 @@ def initial_values(declaration: Declaration, group: Mapping[str, Any]) -> dict[s
     A differentiable step depends on the hyperparameter that fills a buffer: its value is then not detached from autograd.
     """
     fields: tuple[Scalar | Buffer, ...] = (*declaration.scalars, *declaration.buffers)
-    assert not any([callable(field.init) for field in fields]), "a finished rule has is_copy instead"
+    assert FunctionType not in {type(field.init) for field in fields}, "a finished rule has is_copy instead"
     values: dict[str, Any] = {"step": 0.0, **{field.name: field.init for field in fields}}
     for field, init in [(field, init) for field in fields if type(init := field.init) is str]:
         value, recorded = group[init], isinstance(field, Buffer) and group.get("differentiable", False)

@@ -35,7 +35,7 @@ class GroupChange(NamedTuple):
     """The values that a load writes into one group."""
 
     values: dict[str, Any]  # by key; hyperparameters are Python numbers, which may be out of range, as a scheduler's may
-    targets: list[tuple[Tensor, str, float]]  # the live tensors of hyperparameters, their names, and the numbers for them
+    targets: list[tuple[Tensor, str, float]]  # live tensors that change, the names of hyperparameters, and the new numbers
     problems: list[str]  # conflicts; the group keeps its value
     changed: list[str]  # options that were not as in the checkpoint, and which value holds now
 
@@ -195,8 +195,9 @@ def _value(
     elements = parsed if isinstance(parsed, list) else [parsed]
     numbers = tuple([e if e is None or type(e) is float else as_number(e, what, finite=False) for e in elements])
     result = numbers if isinstance(parsed, list) else numbers[0]
-    pairs = zip(group.read_only(key), hyper.elements(result, group.label), strict=True)
-    change.targets.extend([(tensor, what, float(number)) for tensor, number in pairs])
+    if not group.holds(key, result):
+        pairs = zip(group.read_only(key), hyper.elements(result, group.label), strict=True)
+        change.targets.extend([(tensor, what, float(number)) for tensor, number in pairs])
     return result
 
 

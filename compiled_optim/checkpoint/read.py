@@ -57,8 +57,12 @@ class naming:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception) and not isinstance(error, self.passing):
-            raise Unloadable(f"{self.what} {self.failed} ({type(error).__name__}: {error})") from error
+        if error is not None and isinstance(error, Exception) and not isinstance(error, self.passing):
+            raise _unloadable(self.what, error, self.failed) from error
+
+
+def _unloadable(what: str, error: Exception, failed: str = "cannot be read") -> Unloadable:
+    return Unloadable(f"{what} {failed} ({type(error).__name__}: {error})")
 
 
 def described(value: Any, depth: int = 2) -> str:
@@ -76,7 +80,7 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
     if isinstance(value, Tensor):
         with naming(what):
             check_memory(value, what)
-            value = full_tensor(value).detach().item() if value.numel() == 1 else None
+            value = full_tensor(value).item() if value.numel() == 1 else None
     if type(value) is not float:
         with naming(what):
             is_complex = isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real)
@@ -94,7 +98,7 @@ def as_number(value: Any, what: str, *, finite: bool = True) -> float:
 def is_set(group: Mapping[str, Any], option: str, where: str) -> bool:
     """Return True if a saved group, called ``where``, has ``option``, and it is neither None nor 0."""
     value = group.get(option)
-    return value is not None and as_number(value, f"{option} of {where}") != 0
+    return value is not None and (value if type(value) is bool else as_number(value, f"{option} of {where}") != 0)
 
 
 def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING) -> Tensor:
@@ -105,7 +109,7 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
     """
     if not isinstance(value, Tensor):
         raise Unloadable(f"{what} is not a tensor")
-    with naming(what):
+    try:  # `naming` would take twice the calls of all the rest
         has_all = check_memory(value, what)
         if value.dtype not in dtypes:
             raise Unloadable(f"{what} is {value.dtype}")
@@ -114,6 +118,10 @@ def as_tensor(value: Any, what: str, dtypes: Collection[torch.dtype] = FLOATING)
             value.is_neg() or (value.dtype.is_complex and value.is_conj()) or not (has_all or not value._is_zerotensor())
         )
         return value.detach() if (type(value) in TORCH_TYPES and not is_lazy) or is_sharded(value) else plain_copy(value)
+    except Unloadable:
+        raise
+    except Exception as error:
+        raise _unloadable(what, error) from error
 
 
 def as_buffer(value: Any, what: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -315,7 +315,7 @@ def check_writable(target: Tensor, what: str, shape: tuple[int, ...] | None, sou
 
     Without a ``shape`` any is accepted.
     """
-    is_number = not isinstance(source, Tensor)
+    is_number = type(source) is float
     if type(target) not in TORCH_TYPES or (is_number and target.dtype != torch.float64):
         with naming(what, "cannot be written"):
             check_memory(target, what)
@@ -377,7 +377,7 @@ def copy_all(copies: Copies) -> None:
 
     A source that shares memory with a target, as live tensors of a state dict may, is cloned before anything is written.
     """
-    spans = [(_span(target), _span(source) if isinstance(source, Tensor) else (-1, -1)) for target, source in copies]
+    spans = [(_span(target), _span(source)) for target, source in copies]
     pairs = zip(copies, spans, strict=True)
     moving = [(*copy, of, into) for copy, (into, of) in pairs if into[0] != of[0] or not is_same(*copy)]
     targets = sorted([into for *_, into in moving])
@@ -385,16 +385,18 @@ def copy_all(copies: Copies) -> None:
     disjoint: Copies = []
     for target, source, (start, end), _ in moving:
         count = bisect.bisect_left(starts, end)  # of targets that begin before the source ends
-        is_shared = isinstance(source, Tensor) and count and ends[count - 1] > start
+        is_shared = type(source) is not float and count and ends[count - 1] > start
         disjoint.append((target, source.clone() if is_shared else source))  # type: ignore[union-attr]
     for target, source in disjoint:
-        target.copy_(spread_like(source, target)) if isinstance(source, Tensor) else fill(target, source)
+        fill(target, source) if type(source) is float else target.copy_(spread_like(source, target))
 
 
-def _span(tensor: Tensor) -> tuple[int, int]:
-    if type(tensor) in TORCH_TYPES and tensor.is_contiguous():
-        return (start := tensor.data_ptr()), start + tensor.nbytes
-    return span(local(tensor))
+def _span(source: Any) -> tuple[int, int]:
+    if type(source) is float:
+        return -1, -1
+    if type(source) in TORCH_TYPES and source.is_contiguous():
+        return (start := source.data_ptr()), start + source.nbytes
+    return span(local(source))
 
 
 @torch.no_grad()

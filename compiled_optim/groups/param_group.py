@@ -296,6 +296,9 @@ class ParamGroup(WatchedDict[str, Any]):
 
     def load(self, key: str, value: Any) -> None:
         """Write a value of a checkpoint; into a tensor that a user passed if that can hold it and is not shared."""
+        if self.holds(key, value):
+            self._loaded.add(key)
+            return
         hyper = self._hypers.get(key)
         value = value if type(value) in BUILT_IN else built_in_entries(self.kind, {key: value})[key]
         taken = None if hyper is None or is_stored_as_is(hyper, value, self) else self._taken(key, value)
@@ -305,6 +308,15 @@ class ParamGroup(WatchedDict[str, Any]):
             self.set_quietly(key, value)
         else:
             self._assign(key, taken, is_loaded=True)
+
+    def holds(self, key: str, value: Any) -> bool:
+        """Return whether the numbers of ``key`` are exactly the floats in ``value``, and no other code may write to them."""
+        known = self._entries.get(key, _STALE)
+        if known is not dict.get(self, key) or key in self.out_of_range or self.numbers.exposed:
+            return False
+        elements, others = (known, value) if type(known) is type(value) is tuple else ((known,), (value,))
+        are_floats = {*map(type, elements), *map(type, others)} == {float}
+        return are_floats and str(elements) == str(others)  # which tells -0.0 from 0.0
 
     def __setitem__(self, key: str, value: Any) -> None:
         quick = self._quick.get(key)

@@ -165,7 +165,10 @@ def scalars_device(params: Iterable[Tensor]) -> torch.device:
 
     It is the device of the first that is not a meta tensor, and the CPU if all are: the meta device would lose the numbers.
     """
-    return next((param.device for param in params if not param.is_meta), torch.device("cpu"))
+    for param in params:
+        if not param.is_meta:
+            return param.device
+    return torch.device("cpu")
 
 
 def scalar(number: float, device: torch.device) -> Tensor:
@@ -292,7 +295,7 @@ def spread_like(tensor: Any, target: Any) -> Tensor:
     is a DTensor and ``target`` is none or on another mesh.
     """
     if type(tensor) in TORCH_TYPES and type(target) in TORCH_TYPES:
-        return cast(Tensor, tensor)
+        return tensor  # type: ignore[no-any-return]
     if is_sharded(tensor) and not (is_sharded(target) and tensor.device_mesh == target.device_mesh):
         tensor = full_tensor(tensor)
     if is_sharded(target) and not is_sharded(tensor):
@@ -304,8 +307,8 @@ def spread_like(tensor: Any, target: Any) -> Tensor:
 
 def full_tensor(tensor: Any) -> Tensor:
     """Gather a DTensor, for which all processes with shards must call this together. Return other tensors unchanged."""
-    if not is_sharded(tensor):
-        return cast(Tensor, tensor)
+    if type(tensor) in TORCH_TYPES or not is_sharded(tensor):
+        return tensor  # type: ignore[no-any-return]
     if tensor.dtype == torch.int16:  # neither gloo nor NCCL sends it
         return full_tensor(tensor.int()).short()
     return cast(Tensor, torch_internals.in_range("gather", tensor.full_tensor))

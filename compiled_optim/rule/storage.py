@@ -85,7 +85,7 @@ def _stored_buffer(buffer: Buffer) -> Iterator[Buffer]:
     def dtype(choices: Mapping[str, Any]) -> torch.dtype | None:
         chosen = dict(choices.get("state_dtype", ())).get(buffer.name)
         if chosen is None:
-            return torch.float32 if _mode(choices) is not None and not buffer.int8 else None
+            return torch.float32 if not buffer.int8 and _mode(choices) is not None else None
         return CODE_DTYPES[buffer.int8 or ""] if chosen == INT8 else getattr(torch, chosen)
 
     yield dataclasses.replace(buffer, dtype=dtype, unless=is_coded if buffer.int8 else None)

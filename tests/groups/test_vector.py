@@ -119,6 +119,32 @@ def test_an_exposed_number_whose_memory_is_replaced_is_followed(dtype: torch.dty
         assert optimizer.param_groups[0]["lr"] == rate
 
 
+@pytest.mark.parametrize(
+    "kept",
+    ["all", "lr of another sign", "lr written past the group", "lr handed out and written", "memory of eps handed out"],
+)
+def test_a_load_writes_the_numbers_that_are_not_there(kept: str) -> None:
+    optimizer = co.AdamW([nn.Parameter(torch.ones(2))], lr=0.0)
+    state_dict = optimizer.state_dict()
+    group, before = optimizer.param_groups[0], optimizer.param_groups[0].numbers.vector._version
+    if kept == "lr of another sign":
+        state_dict["param_groups"][0]["lr"] = -0.0
+    elif kept == "lr written past the group":
+        dict.__setitem__(group, "lr", 0.5)
+    elif kept == "lr handed out and written":
+        optimizer.hyperparameter("lr").fill_(0.5)
+    elif kept == "memory of eps handed out":
+        optimizer.hyperparameter("eps").untyped_storage().fill_(0)
+    optimizer.load_state_dict(state_dict)
+    wanted = state_dict["param_groups"][0]
+    assert {key: repr(group[key]) for key in ("lr", "betas", "eps")} == {k: repr(wanted[k]) for k in ("lr", "betas", "eps")}
+    read = [optimizer.hyperparameter(name) for name in ("lr", "betas", "eps")]
+    assert repr([read[0].item(), tuple(t.item() for t in read[1]), read[2].item()]) == repr(
+        [wanted[k] for k in ("lr", "betas", "eps")]
+    )
+    assert (group.numbers.vector._version == before) == (kept == "all")
+
+
 def test_compiled_code_takes_one_vector_for_each_group() -> None:
     shapes: list[list[tuple[int, ...]]] = []
 

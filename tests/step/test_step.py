@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import cProfile
 import os
+import pstats
 import re
 import sys
 from collections.abc import Callable
@@ -124,7 +126,7 @@ def _calls_of(function: Callable[[], object]) -> int:
 
 def test_making_an_optimizer_takes_few_calls() -> None:
     """What a class knows is computed once, with the first optimizer of the class."""
-    assert _calls_of(_three) <= 1000
+    assert _calls_of(_three) <= 960
 
 
 def test_loading_takes_few_calls() -> None:
@@ -133,4 +135,7 @@ def test_loading_takes_few_calls() -> None:
         param.grad = torch.ones_like(param)
     other.step()
     saved = copy.deepcopy(other.state_dict())
-    assert _calls_of(lambda: optimizer.load_state_dict(saved)) <= 600
+    assert _calls_of(lambda: optimizer.load_state_dict(saved)) <= 410
+    profile = cProfile.Profile()
+    profile.runcall(optimizer.load_state_dict, saved)
+    assert pstats.Stats(profile).total_calls <= 1000  # type: ignore[attr-defined]  # those of torch and Python, too
