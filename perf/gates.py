@@ -9,7 +9,7 @@ from typing import TypeAlias
 import pandas as pd
 import torch
 
-from perf.competitors import FUSED, OURS, SHARDED, competitor
+from perf.competitors import FUSED, OURS, SHARDED, competitor, end_mesh
 from perf.first_step import measure_first_step
 from perf.measure import measure_bandwidth, measure_overhead, measure_step
 from perf.results import Row, show_table
@@ -185,7 +185,10 @@ def _sharded_check(workload: str, device: torch.device, record: Record) -> Check
 
     def measured() -> Iterator[list[Row]]:
         competitors = [competitor("adamw", name) for name in (OURS, SHARDED)]
-        return measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload])
+        try:
+            yield from measure_step(workload, "adamw", competitors, device, rounds=ROUNDS[workload])
+        finally:
+            end_mesh()
 
     def values(rows: Sequence[Row]) -> dict[str, float]:
         medians = {(r.metric, r.competitor): r.p50 for r in rows if (r.workload, r.optimizer) == (workload, "adamw")}

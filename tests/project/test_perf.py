@@ -43,6 +43,7 @@ def clock(monkeypatch):
         ("small-148", 148, 606_208),
         ("small-1000", 1000, 4_096_000),
         ("tiny-10", 10, 160),
+        ("matrices-148", 148, 37_888),
         ("tiny-matrices", 10, 160),
         ("30-million", 30, 30_000_000),
         ("half-billion", 500, 500_000_000),
