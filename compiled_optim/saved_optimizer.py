@@ -42,7 +42,7 @@ class SavedOptimizer(Optimizer):
 
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self._engine.groups.listed = groups
+        self._engine.groups.replace(groups)
 
     @property
     def defaults(self) -> dict[str, Any]:

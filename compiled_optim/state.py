@@ -9,7 +9,6 @@ its shard.
 from __future__ import annotations
 
 import contextlib
-from collections import ChainMap
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -200,7 +199,7 @@ class StateForm(NamedTuple):
     ) -> Callable[[int], StateForm]:
         """Return a function: position in ``groups[index]["params"]`` -> form, once the group has the ``loaded`` entries."""
         group, numbers, params = groups[index], loaded or {}, groups[index]["params"]
-        statics = declaration.choices(ChainMap(dict(numbers), group))
+        statics = declaration.choices(group, numbers)
         structural = {n: numbers[n] != 0 if n in numbers else group.nonzero(n) for n in declaration.structural_hypers}
         options = [option for option in declaration.options if option.name in group]
         cache: dict[Any, tuple[dict[str, Any], tuple[str, ...]]] = {}

@@ -36,6 +36,7 @@ class GroupList:
     """The parameter groups of an optimizer of one ``kind``, and what they have in common.
 
     Attributes:
+        listed: the optimizer's ``param_groups``. A user may put plain dicts there, which :meth:`adopt` replaces.
         kinds: the optimizer's class, and other classes whose rules groups follow.
         defaults: for entries that a group lacks.
         tensor_defaults: by name, a number of the ``defaults`` and the tensors that were passed for it.
@@ -53,17 +54,12 @@ class GroupList:
         self._checked_scales: list[Any] = []  # `lr_scale` dicts whose names are parameters'
         self._unused: set[str] = set()  # checked options without use and patterns of `exclude`
         self._named: list[list[tuple[Tensor, str]]] = []  # by group, at the last :meth:`note_names`
-        self.listed = []
+        self.replace([])
 
-    @property
-    def listed(self) -> list[Any]:
-        """The optimizer's ``param_groups``. A user may put plain dicts there, which :meth:`adopt` replaces."""
-        return self._listed
-
-    @listed.setter
-    def listed(self, groups: Iterable[Any]) -> None:
+    def replace(self, groups: Iterable[Any]) -> None:
+        """Set :attr:`listed`."""
         with self._changes.reported("param_groups was replaced"):
-            self._listed = WatchedList(self._changes, groups)
+            self.listed: list[Any] = WatchedList(self._changes, groups)
 
     @property
     def distinct(self) -> list[ParamGroup]:

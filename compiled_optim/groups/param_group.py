@@ -425,7 +425,7 @@ def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
 
 def group_keys(kind: type[Declared]) -> list[str]:
     """Return the keys that a group of ``kind`` may have besides its parameters."""
-    return [*(f.name for f in kind._declaration.group_fields), *kind._group_flags, *kind._modes, RULE]
+    return [*[f.name for f in kind._declaration.group_fields], *kind._group_flags, *kind._modes, RULE]
 
 
 def built_in_entries(kind: type[Declared], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
 import torch
@@ -130,10 +131,11 @@ class Declaration:
         chosen: list[Any] = [*(s for s in self.statics if s.init), *seeds, *(h for h in self.hypers if h.fixed)]
         return {"maximize": False, **{field.name: field.default for field in chosen}}
 
-    def choices(self, entries: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the choices in a group's ``entries``: static ones, and of hyperparameters, None where these are numbers."""
-        statics = {s.name: entries.get(s.name, s.default) for s in self.statics}
-        return statics | {h.name: h.choice(entries.get(h.name)) for h in self.hypers if h.fixed}
+    def choices(self, entries: Mapping[str, Any], loaded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+        """Return a group's choices, once it has ``loaded`` entries too: static ones, and of ``hyper(fixed=...)`` or None."""
+        statics = {s.name: loaded[s.name] if s.name in loaded else entries.get(s.name, s.default) for s in self.statics}
+        fixed = [h for h in self.hypers if h.fixed]
+        return statics | {h.name: h.choice((loaded if h.name in loaded else entries).get(h.name)) for h in fixed}
 
     @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:

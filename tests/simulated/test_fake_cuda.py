@@ -139,7 +139,7 @@ def test_no_step_asks_for_what_cuda_refuses(kind: type[co.CompiledOptimizer], co
             optimizer.step()
 
 
-DEFAULTS = {"cli/lowering.py": 1, "memory/addresses.py": 3, "step/engine.py": 1}
+DEFAULTS = {"cli/lowering.py": 1, "memory/addresses.py": 3, "groups/group_list.py": 1}
 """Calls, by file, that take the default device: one that is named around them, or what somebody asks for."""
 
 
