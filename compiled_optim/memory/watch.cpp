@@ -233,23 +233,30 @@ static Handle local_part(char* gradient, const Watch* watch, int64_t i) {
   return attribute(part, in.class_at) == in.kind_of_part ? handle_in(part, watch) : nullptr;
 }
 
-// Take the gradients of the owners from `first` on. Each loop asks for the memory that the next one reads.
+// Take the gradients of the owners from `first` on, or None where torch has no Python object for one. Each loop asks for the
+// memory that the next one reads.
 static void take_gradients(const Watch* watch, int64_t first, Reference (&gradients)[BLOCK]) {
   const Sharding& in = *watch->sharding;
   const int64_t count = watch->with_gradient - first < BLOCK ? watch->with_gradient - first : BLOCK;
   char* const* owners = in.owners + first;
   Handle found[BLOCK];
+  bool is_sharded[BLOCK];
   for (int64_t i = 0; i < count; i++) __builtin_prefetch(owners[i]);
   for (int64_t i = 0; i < count; i++) __builtin_prefetch(*handle_in(owners[i], watch));
   for (int64_t i = 0; i < count; i++) __builtin_prefetch(*(found[i] = grad_of(*handle_in(owners[i], watch))));
-  for (int64_t i = 0; i < count; i++) gradients[i].hold(*found[i] == watch->undefined ? nullptr : python_of(*found[i]));
+  for (int64_t i = 0; i < count; i++) {
+    char* gradient = *found[i] == watch->undefined ? nullptr : python_of(*found[i]);
+    if (!gradient && *found[i] != watch->undefined) gradient = &_Py_NoneStruct;
+    gradients[i].hold(gradient);
+    is_sharded[i] = gradient && attribute(gradient, in.class_at) == in.kind;
+  }
   for (int64_t i = 0; i < count; i++)
-    if (char* gradient = gradients[i].object) {
-      __builtin_prefetch(attribute(gradient, in.spec_at));
-      __builtin_prefetch(attribute(gradient, in.local_at));
+    if (is_sharded[i]) {
+      __builtin_prefetch(attribute(gradients[i].object, in.spec_at));
+      __builtin_prefetch(attribute(gradients[i].object, in.local_at));
     }
   for (int64_t i = 0; i < count; i++)
-    if (char* gradient = gradients[i].object) __builtin_prefetch(*handle_in(attribute(gradient, in.local_at), watch));
+    if (is_sharded[i]) __builtin_prefetch(*handle_in(attribute(gradients[i].object, in.local_at), watch));
 }
 
 static Watch* in(char* capsule) { return static_cast<Watch*>(PyCapsule_GetPointer(capsule, nullptr)); }

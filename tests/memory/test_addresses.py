@@ -165,6 +165,25 @@ def _spread(numbers: Tensor, *placements: Placement) -> Any:
     return DTensor.from_local(numbers, init_device_mesh("cpu", (1,)), placements or [Shard(0)], run_check=False)
 
 
+class _OtherTensor(Tensor):
+    """A tensor with as many attributes as a DTensor, none of which is set."""
+
+    __slots__ = ("_first", "_second")
+
+
+class _LocalProduct(torch.autograd.Function):
+    """The inner product of a DTensor's local part and of a tensor, which is returned as the DTensor's gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, owner: Any, factor: Tensor) -> Tensor:
+        ctx.factor = factor
+        return (owner._local_tensor * factor).sum()
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> tuple[Tensor, None]:
+        return ctx.factor, None
+
+
 @pytest.mark.usefixtures("way", "one_process")
 class TestWhatIsSeenOfDTensors:
     @pytest.fixture
@@ -227,6 +246,21 @@ class TestWhatIsSeenOfDTensors:
         seen.read()
         assert not seen.unlike
         assert seen.gradients.tolist() == self._expected(owners)
+
+    @pytest.mark.parametrize("by", ["its own accumulation", "assignment"])
+    def test_a_gradient_that_is_no_dtensor(self, owners: list[Any], by: str) -> None:
+        """As of a function of autograd's that computes with the local part; torch copies its gradient without Python."""
+        seen = self._seen(owners)
+        for owner in owners:
+            gradient, owner.grad = torch.randn(owner.shape), None
+            if by == "assignment":
+                owner.grad = gradient.as_subclass(_OtherTensor)
+            else:
+                _LocalProduct.apply(owner, gradient).backward()
+        seen.read()
+        assert seen.present.all()
+        assert seen.unlike
+        assert not seen.gradients.any()
 
     @pytest.mark.parametrize(
         "move",
