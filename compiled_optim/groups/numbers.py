@@ -118,6 +118,8 @@ class GroupNumbers:
             return written is not None
         if self.tensors[i].is_meta or is_lost(self.tensors[i]):
             return True
+        if i not in self.passed and address(self.tensors[i]) != address(self.vector[i]):
+            return True  # in the vector, which compiled code reads
         current = self.as_float(i)
         return current == written or (math.isnan(current) and math.isnan(written))
 

@@ -191,6 +191,19 @@ def test_a_refused_number_that_other_code_mends_is_used(waits: bool, counted: bo
     torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
 
 
+def test_a_refused_number_stays_refused_while_compiled_code_reads_it() -> None:
+    """``.data =`` gives the live tensor other memory, and compiled code reads the vector."""
+    optimizer = made(momentum=0.5)
+    momentum = optimizer.hyperparameter("momentum")
+    optimizer.param_groups[0]["momentum"] = -0.5
+    momentum.data = torch.tensor(0.25, dtype=torch.float64)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="momentum"):
+            optimizer.step()
+    optimizer.param_groups[0]["momentum"] = 0.25
+    optimizer.step()
+
+
 @pytest.mark.parametrize("waits", [False, True])
 def test_a_refused_number_is_refused_where_other_code_writes_another(waits: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The vector's version tells that something was written, and not what."""
