@@ -159,8 +159,8 @@ class Engine:
         self.follow_clipping()
 
     def _assign(self, assigned: dict[str, Any]) -> None:
-        self.assigned = assigned  # by name; a gradient scaler assigns too
-        self.clip_args = tuple(map(assigned.get, NAMES))  # the arguments of :meth:`Clipping.take`
+        # By name, since a gradient scaler assigns too, and as arguments of Clipping.take: no interrupt separates them.
+        self.assigned, self.clip_args = assigned, tuple(map(assigned.get, NAMES))
 
     def add_group(self, param_group: Mapping[str, Any]) -> None:
         """Add a parameter group; an error, and no change, if it does not fit."""

@@ -181,6 +181,21 @@ def test_a_step_that_real_signals_interrupt(count: int, size: int, signals: int)
     interrupted_steps(count, size, signals)
 
 
+def test_clipping_that_reads_as_assigned_is_in_use() -> None:
+    """An interrupt at any point of an assignment."""
+    for point in itertools.count():
+        param = nn.Parameter(torch.zeros(3))
+        optimizer, param.grad = co.SGD([param], lr=1.0), torch.tensor([0.0, 3.0, 4.0])
+        optimizer.step()
+        before = param.detach().clone()
+        was_interrupted = Interruption(point).run(functools.partial(setattr, optimizer, "max_grad_norm", 0.5))
+        optimizer.step()
+        norm = (param.detach() - before).norm().item()
+        assert norm == pytest.approx(optimizer.max_grad_norm or 5.0, rel=1e-4), point
+        if not was_interrupted:
+            break
+
+
 class Runner(Side):
     """A side whose steps a runner replays, alone or in a whole training step."""
 
