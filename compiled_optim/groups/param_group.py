@@ -316,7 +316,9 @@ class ParamGroup(WatchedDict[str, Any]):
             return False
         elements, others = (known, value) if type(known) is type(value) is tuple else ((known,), (value,))
         are_floats = {*map(type, elements), *map(type, others)} == {float}
-        return are_floats and str(elements) == str(others)  # which tells -0.0 from 0.0
+        indices = self._indices[key]
+        written = self.numbers.written[indices.start : indices.stop]  # others after a write that was interrupted
+        return are_floats and [*elements] == written and str([*others]) == str(written)  # which tell -0.0 from 0.0
 
     def __setitem__(self, key: str, value: Any) -> None:
         quick = self._quick.get(key)

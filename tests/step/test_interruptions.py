@@ -196,6 +196,26 @@ def test_clipping_that_reads_as_assigned_is_in_use() -> None:
             break
 
 
+def test_a_load_after_a_write_that_was_interrupted() -> None:
+    """It writes the checkpoint's numbers, wherever the write ended."""
+    for point in itertools.count():
+        param = nn.Parameter(torch.zeros(3))
+        optimizer = co.AdamW([param], lr=0.5, betas=(0.6, 0.7))
+        for _ in range(2):  # the second write takes the way of all later ones
+            optimizer.param_groups[0].update(lr=0.1, betas=(0.8, 0.9))
+        saved = optimizer.state_dict()
+
+        def write(group: dict[str, Any] = optimizer.param_groups[0]) -> None:
+            group["lr"], group["betas"] = 0.2, (0.5, 0.75)
+
+        was_interrupted = Interruption(point).run(write)
+        optimizer.load_state_dict(saved)
+        live = [optimizer.hyperparameter("lr"), *optimizer.hyperparameter("betas")]
+        assert [tensor.item() for tensor in live] == [0.1, 0.8, 0.9], point
+        if not was_interrupted:
+            break
+
+
 class Runner(Side):
     """A side whose steps a runner replays, alone or in a whole training step."""
 
