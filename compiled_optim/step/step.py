@@ -85,7 +85,9 @@ class Step:
         (sizes, nonzero), (old_sizes, old_nonzero) = facts, self._made_of
         if sizes != old_sizes:
             index = next((i for i, size in enumerate(sizes) if size not in old_sizes), None)
-            return "a group was removed" if index is None else f"param_groups[{index}] was replaced, or has other parameters"
+            if index is not None:
+                return f"param_groups[{index}] was replaced, or has other parameters"
+            return "the groups were reordered" if len(sizes) == len(old_sizes) else "a group was removed"
         pairs = zip(nonzero, old_nonzero, strict=True)
         (group, name), was = next((x, old) for x, (new, old) in zip(self._structural, pairs, strict=True) if new != old)
         words = ("another number than 0", "0") if was else ("0", "another number than 0")

@@ -130,3 +130,21 @@ def test_entries_of_users_share_one_reason() -> None:
         del optimizer.param_groups[0][f"mine{i}"]
         optimizer.step()
     assert co.compile_report(optimizer).rebuilds == (("param_groups[0] was written", 3),)
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (list.reverse, "the groups were reordered"),
+        (list.pop, "a group was removed"),
+        (
+            lambda groups: list.append(groups, dict(groups[0], params=[nn.Parameter(torch.ones(2))])),
+            "param_groups[2] was replaced",
+        ),
+    ],
+    ids=["reversed", "popped", "appended"],
+)
+def test_a_list_of_groups_that_was_edited_without_a_report_is_noticed(change: Callable[[Any], object], reason: str) -> None:
+    optimizer = co.SGD([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)], lr=0.1)
+    change(optimizer.param_groups)
+    assert engine_of(optimizer).step.stale().startswith(reason)
