@@ -142,21 +142,26 @@ class Engine:
             refuse_whole("gradient release", {name: value})
         if self.accumulated.was_on:
             refuse_whole("optimizer accumulation", {name: value})
-        before = dict(self.assigned)
-        self._assign({**before, name: value if isinstance(value, Tensor) else built_in(value)})
-        if name in CHOSEN:
-            try:
-                self.follow_clipping()
-            except (TypeError, ValueError):
-                self._assign(before)
-                raise
+        assigned = {**self.assigned, name: value if isinstance(value, Tensor) else built_in(value)}
+        self._reassign(assigned) if name in CHOSEN else self._assign(assigned)
 
     def unassign(self, name: str) -> None:
         """Delete one of :data:`NAMES`; ``KeyError`` if it is not assigned."""
         others = dict(self.assigned)
         del others[name]
-        self._assign(others)
-        self.follow_clipping()
+        self._reassign(others)
+
+    def _reassign(self, assigned: dict[str, Any]) -> None:
+        """Do :meth:`_assign` and :meth:`follow_clipping`. Undo it after an error or an interrupt."""
+        before = self.assigned
+        try:
+            self._assign(assigned)
+            self.follow_clipping()
+        except BaseException as error:
+            self._assign(before)
+            if not isinstance(error, (TypeError, ValueError)):  # compiled code may have the new numbers
+                self.changes.outdate_compiled("an assignment of max_grad_norm or skip_nonfinite was interrupted")
+            raise
 
     def _assign(self, assigned: dict[str, Any]) -> None:
         # By name, since a gradient scaler assigns too, and as arguments of Clipping.take: no interrupt separates them.

@@ -196,6 +196,28 @@ def test_clipping_that_reads_as_assigned_is_in_use() -> None:
             break
 
 
+@pytest.mark.parametrize("way", ["called", "inlined"])
+def test_an_assignment_of_clipping_that_was_interrupted(way: str) -> None:
+    """Steps clip to the bound that reads as assigned, wherever the assignment ended."""
+    param = nn.Parameter(torch.zeros(3))
+    param.grad = torch.tensor([0.0, 3.0, 4.0])
+    optimizer = co.SGD([param], lr=1.0, lowering="auto" if way == "called" else "inductor", max_grad_norm=2.0)
+    step = optimizer.step if way == "called" else torch.compile(lambda: optimizer.step(), backend="eager")
+    with torch._dynamo.config.patch(recompile_limit=1000):
+        step()
+        for point in itertools.count(0, 1 if way == "called" else 9):  # it is traced again after most interrupts
+            optimizer.max_grad_norm = 2.0
+            step()
+            before = param.detach().clone()
+            was_interrupted = Interruption(point).run(functools.partial(setattr, optimizer, "max_grad_norm", 0.5))
+            step()
+            bound = optimizer.max_grad_norm
+            assert bound in (0.5, 2.0)
+            assert (param.detach() - before).norm().item() == pytest.approx(bound, rel=1e-4), point
+            if not was_interrupted:
+                break
+
+
 def test_a_load_after_a_write_that_was_interrupted() -> None:
     """It writes the checkpoint's numbers, wherever the write ended."""
     for point in itertools.count():
