@@ -251,8 +251,10 @@ class TestMadeInCompiledCode:
         torch._dynamo.reset()
         optimizer = torch.compile(make, backend="eager")(param)
         assert type(optimizer) is kind
-        _step(optimizer, param, kind)
-        _step(make(twin), twin, kind)
+        of_twin = make(twin)
+        for _ in range(2):  # ADOPT's first step moves nothing
+            _step(optimizer, param, kind)
+            _step(of_twin, twin, kind)
         assert torch.equal(param, twin)
         assert (param < 1).all()
 
