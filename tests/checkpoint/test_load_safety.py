@@ -364,7 +364,7 @@ class TestBesideAStep:
         [
             (co.SGD, "current", lambda o, saved: o.load_state_dict(saved)),
             (co.SGD, "current", lambda o, saved: o.state_dict()),
-            (co.SGD, "_append", lambda o, saved: o.add_param_group({"params": model("z")})),
+            (co.SGD, "renew", lambda o, saved: o.add_param_group({"params": model("z")})),
             (co.LBFGS, "current", lambda o, saved: o.load_state_dict(saved)),
         ],
         ids=["load", "save", "add", "LBFGS"],
