@@ -252,7 +252,7 @@ def mistakes() -> dict[str, tuple[dict[str, Any], dict[str, Any], str]]:
         "unknown": ({}, {"reduce": unknown}, r"Mine\.reduce takes \['momentum'\], which the class does not declare"),
         "method": ({}, {"reduce": method}, r"Mine\.reduce uses \.abs of a value; the vocabulary has absolute"),
         "early": ({}, {"reduce": early}, r"Mine\.reduce reads c\.size, which coefficients does not return"),
-        "bare": ({}, {"reduce": bare}, r"Mine\.reduce returns a size that is neither mean\(\.\.\.\) nor total\(\.\.\.\)"),
+        "bare": ({}, {"reduce": bare}, r"Mine\.reduce returns no mean or total for size"),
         "adapt": ({}, {**plain, "adapt": adapt}, r"Mine\.adapt is for totals, and reduce returns none"),
         "stacks": ({"granularity": "tensor"}, plain, rf"Mine\.reduce {said}"),
         "sparse": ({"gradients": "sparse"}, plain, rf"Mine\.reduce {said}"),
