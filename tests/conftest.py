@@ -15,7 +15,7 @@ import pytest
 import selection
 import torch
 
-_CHOICES = ("full", "named", "seconds")
+_CHOICES = ("full", "named", "seconds", "everything")
 
 SECONDS = {False: 300.0, True: 3600.0}
 """Seconds that a test may take, with the fixtures that it is the first to need: in a run of a few cases, and of all.
@@ -43,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if config.option.full and config.option.quick:
             raise pytest.UsageError("--full runs all cases, --quick a few: give one of them")
         is_whole = config.args_source is pytest.Config.ArgsSource.TESTPATHS
+        config.option.everything = config.option.full
         config.option.named = not is_whole or bool(config.option.keyword or config.option.markexpr)
         config.option.full |= config.option.named and not config.option.quick
         config.option.seconds = config.option.seconds or SECONDS[config.option.full]
@@ -84,7 +85,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         kept = [item for item in items if item.get_closest_marker("cuda")]
     else:
         kept = items if config.option.full else selection.quick(items, with_long=config.option.named)
-    if config.option.full:
+    if config.option.named and not config.option.everything:
         few = {*selection.quick([item for item in kept if _has_default_device(item)], with_long=True)}
         kept = [item for item in kept if item in few or not _has_default_device(item)]
     taken = {*kept}

@@ -1,6 +1,6 @@
 """Lets tests of CUDA, and of devices that stand in for it, also run where CUDA is the default device, as users may make it.
 
-Those are a second case of each test, of which a few of each function run.
+Those are a second case of each test: all of them with ``--full``, a few of each function that is named.
 """
 
 from __future__ import annotations
