@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 import torch
-from capture_scenarios import CASES as CAPTURED
 from capture_scenarios import (
-    CASES_IN_16_BITS,
+    IN_16_BITS,
     KINDS,
+    LOW_PRECISION,
+    SCENARIOS,
     Scenario,
     Side,
     assert_equal,
@@ -104,21 +105,24 @@ def run_training(scenario: Scenario, steps: int, function: Callable[..., Tensor]
     return co.compile_report(ours.optimizer)
 
 
-@pytest.mark.parametrize(("scenario", "kind"), CAPTURED)
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_step_equals_uncaptured(scenario: Scenario, kind: dict[str, Any]) -> None:
     report = run_steps(scenario, STEPS, absent=3, **kind)
     assert report.recaptures <= max(recaptures_of(scenario, kind), 1)
     assert report.replays >= STEPS - 3 - 2 * report.recaptures
 
 
-@pytest.mark.parametrize(("scenario", "kind"), CAPTURED)
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
 def test_training_step_equals_uncaptured(scenario: Scenario, kind: dict[str, Any]) -> None:
     report = run_training(scenario, STEPS, **kind)
     assert report.recaptures <= max(recaptures_of(scenario, kind), 2)
     assert report.replays >= STEPS - 3 - 2 * report.recaptures
 
 
-@pytest.mark.parametrize(("scenario", "kind"), CASES_IN_16_BITS)
+@pytest.mark.parametrize("kind", LOW_PRECISION, ids=kind_name)
+@pytest.mark.parametrize("scenario", IN_16_BITS, ids=lambda s: s.__name__)
 def test_low_precision_equals_uncaptured(scenario: Scenario, kind: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storage, "MINIMUM", 1)
     report = run_steps(scenario, STEPS, absent=3, **kind)

@@ -432,15 +432,3 @@ def recaptures_of(scenario: Scenario, kind: dict[str, Any]) -> int:
     """How often a graph of either kind must be captured again in this scenario."""
     has_choice = any(isinstance(f.default, bool) for f in kind["optimizer"]._declaration.statics)
     return 0 if scenario.__name__ == "static_choice" and not has_choice else RECAPTURES.get(scenario.__name__, 0)
-
-
-def paired(scenarios: list[Scenario], kinds: list[dict[str, Any]]) -> list[Any]:
-    """Return test cases in which every scenario meets the first of ``kinds`` and one of the others, each of them in turn."""
-    found = []
-    for i, scenario in enumerate(scenarios):
-        for kind in (kinds[0], kinds[1 + (i - 1) % (len(kinds) - 1)]):
-            found.append(pytest.param(scenario, kind, id=f"{scenario.__name__}-{kind_name(kind)}"))
-    return found
-
-
-CASES, CASES_IN_16_BITS = paired(SCENARIOS, KINDS), paired(IN_16_BITS, LOW_PRECISION)
