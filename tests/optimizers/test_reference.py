@@ -24,7 +24,6 @@ from catalog import (
 
 import compiled_optim as co
 from compiled_optim.lowering import lists
-from compiled_optim.rule.fields import Hyper, Static
 
 # Ten steps; the reference runs in 64 bits from the same values. Largest errors observed over the catalogue: float64 5e-15
 # (RAdam just above its threshold, where torch's 1 - beta2**step cancels; 1e-15 for all others), float32 7e-7, complex64
@@ -154,7 +153,7 @@ def test_lowerings_agree(case: Case) -> None:
 
 @pytest.mark.parametrize("optimizer", ruled(), ids=lambda c: c.__name__)
 def test_the_catalogue_moves_every_field(optimizer: type[co.CompiledOptimizer]) -> None:
-    for field in (*optimizer._fields_of(Hyper), *(s for s in optimizer._fields_of(Static) if s.init)):
+    for field in (*optimizer._declaration.hypers, *(s for s in optimizer._declaration.statics if s.init)):
         values = [case.kwargs.get(field.name, field.default) for case in cases() if case.optimizer is optimizer]
         pairs = [v if isinstance(v, tuple) else (v,) for v in (field.default, *values)]
         for default, *others in zip(*pairs, strict=True):
