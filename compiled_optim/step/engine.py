@@ -18,9 +18,7 @@ from torch.nn.parameter import is_lazy
 from compiled_optim.groups.changes import Changes
 from compiled_optim.groups.group_list import GroupList
 from compiled_optim.groups.numbers import send
-from compiled_optim.groups.parameters import (
-    named_parameters,
-)
+from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.cache import CompilerError

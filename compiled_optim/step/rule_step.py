@@ -165,7 +165,8 @@ class RuleStep(Step):
 
     def has_moved_scalars(self) -> bool:
         """Return whether scalars of state were moved out of their plan's tensor, in which compiled code reads them."""
-        return bool(self._moved_state()) and not all(lowering.plan.holds_scalars() for lowering in self.lowerings)
+        plans = [lowering.plan for lowering in self.lowerings] if self.changes.is_state_handed_out else []
+        return any(plan.addresses.others_moved() and not plan.holds_scalars() for plan in plans)
 
     def woken(self, grads: Gradients) -> str:
         """Return that a parameter without state has a gradient, in words."""
