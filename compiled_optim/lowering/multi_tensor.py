@@ -12,7 +12,6 @@ from torch import Tensor
 from compiled_optim.lowering.coefficients import TableCoefficients
 from compiled_optim.lowering.kernels.table import KernelTensors, tensor_rows
 from compiled_optim.lowering.lowering import Lowering
-from compiled_optim.memory import addresses
 from compiled_optim.memory.torch_internals import Captures, is_capturing
 from compiled_optim.plan.compilations import MULTI_TENSOR, KernelKey, kernel_key
 
@@ -28,8 +27,8 @@ class MultiTensorLowering(Lowering):
         for i, (member, grad_dtype) in enumerate(zip(self.plan.members, self.plan.grad_dtypes, strict=True)):
             positions.setdefault(kernel_key(self.plan, member, grad_dtype, MULTI_TENSOR), []).append(i)
         kernels = [self.coefficients.obtain(key, where) for key, where in positions.items()]
-        if isinstance(refusal := addresses.reader(), str):
-            self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {refusal}", "a step takes longer")
+        if drawback := self.plan.addresses.drawback:
+            self._log.fall_back(f"{self.plan.rule.name} looks at its tensors one by one: {drawback}", "a step takes longer")
         tensors, self._orders = tensor_rows(self.plan, range(len(self.plan.members)))
         self._stand_ins = [(i, order) for i, order in self._orders.items() if order.stand_in is not None]
         self.reads_addresses = not self._stand_ins

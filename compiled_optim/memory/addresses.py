@@ -64,7 +64,9 @@ class Addresses:
         self.present: Bytes = np.zeros(len(tensors), dtype=np.uint8)
         self._tensors, self._owners = [*tensors, *others], [*owners]  # kept alive: C++ reads them
         watched = (self._tensors, dtypes, self.gradients, self.present, self._owners)
-        self._watch = _cpp_watch(*watched) or _PythonWatch(*watched)
+        watch = _cpp_watch(*watched)
+        self._watch = _PythonWatch(*watched) if isinstance(watch, str) else watch
+        self.drawback = watch if isinstance(watch, str) else ""  # why Python reads them one by one; empty if C++ does
         self.read()
 
     def read(self, grads: list[Tensor | None] | None = None, *, others: bool = True, keep_alive: bool = False) -> None:
@@ -107,23 +109,22 @@ class _CppWatch(NamedTuple):
 
 def _cpp_watch(
     tensors: list[Tensor], dtypes: Sequence[torch.dtype], gradients: Longs, present: Bytes, owners: list[Tensor]
-) -> _CppWatch | None:
-    """Return the C++ reader of ``tensors``, or None. The first of them, one per item of ``dtypes``, may have gradients."""
+) -> _CppWatch | str:
+    """Return the C++ reader of ``tensors``, or why none can. The first, one per item of ``dtypes``, may have gradients."""
     result = reader()
     if isinstance(result, str):
-        return None
+        return result
     offset, functions = result
-    if [_word(t, offset) for t in [*tensors, *owners]] != [t._cdata for t in [*tensors, *owners]]:
-        return None
-    if (sharding := _sharding(tensors, owners)) is None:
-        return None
+    are_known = [_word(t, offset) for t in [*tensors, *owners]] == [t._cdata for t in [*tensors, *owners]]
+    if not are_known or (sharding := _sharding(tensors, owners)) is None:
+        return "they are no such objects as torch's tensors are, or DTensors of several classes"
     examples = {dtype: torch.empty(0, dtype=dtype, device="cpu") for dtype in dtypes}
     objects = np.array([id(t) + offset for t in tensors], dtype=np.int64)
     kinds = np.array([id(examples[dtype]) + offset for dtype in dtypes], dtype=np.int64)
     pointers = [array.ctypes.data if len(array) else None for array in (kinds, gradients, present, sharding)]
     capsule = functions.make_watch(offset, len(tensors), objects.ctypes.data, len(dtypes), *pointers)
     if capsule is None:
-        return None
+        return ""  # they have no memory, as fake ones: their steps take no time
     return _CppWatch(
         lambda grads, first, end, keep_alive: functions.look(capsule, grads, first, end, keep_alive),
         lambda: functions.finish(capsule),
@@ -171,8 +172,7 @@ class _PythonWatch:
             return flags
         tensors = self._tensors[: len(self._dtypes)]
         present = list(map(gradient, self._owners or tensors)) if grads is None else grads
-        is_of_owners = grads is None and self._owners
-        self._kept_alive = list(map(part_placed_like, present, self._owners)) if is_of_owners else present
+        self._kept_alive = list(map(part_placed_like, present, self._owners)) if grads is None and self._owners else present
         addresses = [0] * len(tensors)
         for i, (tensor, dtype, grad) in enumerate(zip(tensors, self._dtypes, self._kept_alive, strict=True)):
             if grad is not None and _has_form_of(grad, tensor, dtype):

@@ -456,3 +456,14 @@ def test_the_check_before_a_steady_step_allocates_and_computes_nothing() -> None
             step = engine.prepare()
         step.launch()
         engine.finish(step)
+
+
+@pytest.mark.usefixtures("one_process")
+def test_dtensors_that_python_reads_are_named_in_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of several classes, or where torch makes them otherwise."""
+    monkeypatch.setattr(addresses, "_sharding", lambda tensors, owners: None)
+    param = torch.nn.Parameter(_spread(torch.ones(4, 3)))
+    param.grad = _spread(torch.ones(4, 3))
+    optimizer = co.AdamW([param], lr=0.5, lowering="multi_tensor")
+    with pytest.warns(RuntimeWarning, match="AdamW looks at its tensors one by one: .*DTensors of several classes"):
+        optimizer.step()
