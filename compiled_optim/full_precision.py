@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from compiled_optim.by_name import Optimizers, by_label, locked
 from compiled_optim.checkpoint import state_dict as checkpoint
 from compiled_optim.checkpoint.read import Unloadable, as_buffer, described, plain
-from compiled_optim.checkpoint.state_dict import Copies, LoadReport
+from compiled_optim.checkpoint.state_dict import LoadReport, TensorCopies
 from compiled_optim.groups.parameters import parameters_of
 from compiled_optim.memory.layout import as_part_of, local
 from compiled_optim.memory.torch_internals import outside_dynamo
@@ -47,7 +47,7 @@ class _SplitWeight(NamedTuple):
             full = torch.where(is_halfway, nearer, full)
         return as_part_of(full, self.param)
 
-    def copies(self, value: Tensor) -> Copies:
+    def copies(self, value: Tensor) -> TensorCopies:
         """Return pairs (tensor, value to copy into it) that set the weight to ``value``."""
         new = parts_of(shard_like(value, self.param).float(), {}, self.mode, self.half)
         return [(local(self.param), new["param"]), (local(self.entry), new[self.name])]
@@ -110,7 +110,7 @@ def load_full_precision_state_dict(model: nn.Module, optimizer: Optimizers, stat
         live = {id(t) for t in (*model.parameters(), *model.buffers())}
         entries = _entries(model, split)
         foreign = {name for name, entry in entries.items() if id(entry) not in live}
-        copies: Copies = []
+        copies: TensorCopies = []
         for name, value in _read(entries, saved, foreign).items():
             stored = split.get(id(entries[name]))
             copies += [(entries[name], value)] if stored is None else stored.copies(value)

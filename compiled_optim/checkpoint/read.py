@@ -185,13 +185,13 @@ def plain(value: Any, what: str) -> Any:
         return {key: value[key] for key in value} if isinstance(value, Mapping) else list(value)
 
 
-Key: TypeAlias = "int | str"
+SavedKey: TypeAlias = "int | str"
 
 
 class SavedGroup(NamedTuple):
     """One group of a checkpoint. In the named form, its parameters' keys are their names."""
 
-    params: tuple[Key, ...]
+    params: tuple[SavedKey, ...]
     names: tuple[str, ...] | None  # of its parameters
     entries: dict[str, Any]  # all others
     is_named: bool = False
@@ -222,7 +222,7 @@ class Checkpoint(NamedTuple):
     """A state dict of one optimizer or of several, in the indexed or the named form."""
 
     groups: tuple[SavedGroup, ...]
-    state: dict[Key, dict[Any, Any]]  # of the parameters in groups; those that had no state may lack
+    state: dict[SavedKey, dict[Any, Any]]  # of the parameters in groups; those that had no state may lack
     foreign: dict[Any, Any]  # the entries under other keys
     aliases: dict[str, str]
     others: dict[Any, Any]  # further entries, such as "format_version"
@@ -292,7 +292,7 @@ class Checkpoint(NamedTuple):
         params = [tuple([renamed[param] for param in group.params]) for group in self.groups]
         groups = tuple([SavedGroup(p, p, group.entries, True) for p, group in zip(params, self.groups, strict=True)])
         aliases = {canonical[alias]: canonical[name] for alias, name in self.aliases.items()}
-        state: dict[Key, dict[Any, Any]] = {renamed[key]: entries for key, entries in self.state.items()}
+        state: dict[SavedKey, dict[Any, Any]] = {renamed[key]: entries for key, entries in self.state.items()}
         return self._replace(groups=groups, state=state, aliases=aliases)
 
     def refuse_foreign(self, form: str) -> None:
@@ -302,7 +302,7 @@ class Checkpoint(NamedTuple):
             raise ValueError(f"the state holds {key}, which is no parameter's and has no counterpart in {form}")
 
 
-def _entries(key: Key, entries: Any) -> dict[Any, Any]:
+def _entries(key: SavedKey, entries: Any) -> dict[Any, Any]:
     """Return the state of the parameter ``key``."""
     if type(entries) is dict:
         return entries
@@ -316,7 +316,7 @@ def read(state_dict: Any) -> dict[str, Any]:
     return Checkpoint.of(state_dict).single().as_dict()
 
 
-def refuse_repeated(values: Sequence[Key], verb: str = "") -> None:
+def refuse_repeated(values: Sequence[SavedKey], verb: str = "") -> None:
     """Raise ``ValueError`` if one of ``values``, which are numbers or names of parameters, is repeated."""
     if len({*values}) < len(values):
         value = next(value for value, count in Counter(values).items() if count > 1)

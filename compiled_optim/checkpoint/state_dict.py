@@ -55,10 +55,10 @@ from compiled_optim.state import (
     stored_part,
 )
 
-Copies: TypeAlias = list[tuple[Tensor, float | Tensor]]
+TensorCopies: TypeAlias = list[tuple[Tensor, float | Tensor]]
 """Tensors, each with the tensor that is copied into it, or the number that fills it."""
 
-Values: TypeAlias = dict[str, float | Tensor]
+EntryValues: TypeAlias = dict[str, float | Tensor]
 """Entries of a parameter's state by name: tensors, and numbers for scalars and for buffers that are filled."""
 
 _CODED = code_name(""), scale_name("")  # the suffixes of the names of codes and of their scales
@@ -91,7 +91,7 @@ class PreparedLoad:
     foreign: dict[Any, Any]  # the foreign state
     params: list[SavedParam]
     group_values: dict[int, dict[str, Any]]  # by index of the group; numbers are Python's
-    copies: Copies = field(default_factory=list)  # into state tensors, live or new
+    copies: TensorCopies = field(default_factory=list)  # into state tensors, live or new
     afterwards: list[Callable[[], object]] = field(default_factory=list)  # called when everything is written
 
 
@@ -134,7 +134,7 @@ def _check_param(
     if not entries.keys() <= known:
         foreign = {key: value for key, value in entries.items() if key not in known}
         entries = {key: value for key, value in entries.items() if key in known}
-    values: Values = {}
+    values: EntryValues = {}
     try:
         if not (reason := obstacle(tensor)):
             form = form_of(param.current.index)
@@ -202,7 +202,7 @@ def _on(param: Tensor, value: Any, what: str) -> Any:
     return copied(value, what)
 
 
-def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> Values:
+def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str, Any]) -> EntryValues:
     """Return the values of ``saved`` to copy into the state of a parameter: all that it needs.
 
     Unneeded buffers are accepted if a hyperparameter that was not 0, or an option that is off in ``saved_group``, left them.
@@ -211,7 +211,7 @@ def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str,
     declaration, scalars, needed = form.declaration, form.declaration.scalar_names, form.buffers
     if absent := [name for name in (*scalars, *needed) if name not in saved and name not in PARTS]:
         raise Unloadable(f"the checkpoint has no {', '.join(absent)} for it")
-    values: Values = {name: as_number(saved[name], name) for name in scalars}
+    values: EntryValues = {name: as_number(saved[name], name) for name in scalars}
     if "step" in values and values["step"] < 0:
         raise Unloadable(f"step is {values['step']}")
     for b in [buffer for buffer in declaration.buffers if buffer.name in saved]:
@@ -222,8 +222,8 @@ def _values(form: StateForm, saved: Mapping[str, Any], saved_group: Mapping[str,
 
 
 def _copies(
-    form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: Values, initial: Mapping[str, float | Tensor]
-) -> Copies:
+    form: StateForm, live: Mapping[str, Any], new: dict[Any, Any], values: EntryValues, initial: Mapping[str, float | Tensor]
+) -> TensorCopies:
     """Return the copies of ``values`` into ``live``, the state of a parameter, and ``new``, which gets the tensors it lacks.
 
     Without ``values``, the parameter had taken no step when the checkpoint was saved, and its state is reset; also if the
@@ -235,7 +235,7 @@ def _copies(
         missing = outside_inference_mode()(form.missing) if torch.is_inference_mode_enabled() else form.missing
         with naming("the optimizer's own state"):
             new |= missing({*form.buffers, *values}, live, initial)
-    copies: Copies = []
+    copies: TensorCopies = []
     was_stepped = "step" in values and values["step"] == 0 and "step" in live and live["step"].item() != 0
     fields = {buffer.name: buffer for buffer in form.declaration.buffers}
     for name in [name for name in initial if (name in new or name in live) and (name in values or name not in PARTS)]:
@@ -372,7 +372,7 @@ def refuse_mismatches(report: LoadReport, demand: str) -> None:
         raise ValueError("; ".join([demand, *parts]))
 
 
-def copy_all(copies: Copies) -> None:
+def copy_all(copies: TensorCopies) -> None:
     """Copy each source into its target, as if all at once. DTensors are sharded one at a time.
 
     A source that shares memory with a target, as live tensors of a state dict may, is cloned before anything is written.
@@ -382,7 +382,7 @@ def copy_all(copies: Copies) -> None:
     moving = [(*copy, of, into) for copy, (into, of) in pairs if into[0] != of[0] or not is_same(*copy)]
     targets = sorted([into for *_, into in moving])
     starts, ends = [start for start, _ in targets], [*itertools.accumulate([end for _, end in targets], max)]
-    disjoint: Copies = []
+    disjoint: TensorCopies = []
     for target, source, (start, end), _ in moving:
         count = bisect.bisect_left(starts, end)  # of targets that begin before the source ends
         is_shared = type(source) is not float and count and ends[count - 1] > start

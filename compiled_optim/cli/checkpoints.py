@@ -19,14 +19,14 @@ def checkpoint_argument(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", help="the state dict's key, where a file holds a dict of several things")
 
 
-class Checkpoint(NamedTuple):
+class FileContent(NamedTuple):
     """The state dict of a file in this package's form, and the reason if a part is ``lost``, or ''."""
 
     content: dict[str, Any]
     lost: str
 
 
-def read(path: Path, key: str | None = None) -> Checkpoint:
+def read(path: Path, key: str | None = None) -> FileContent:
     """Return the state dict in a file or folder that ``convert`` reads. Large tensors are mapped, not read into memory.
 
     Without a ``key``, a file of several things is searched for the keys of :data:`USUAL`.
@@ -40,12 +40,12 @@ def read(path: Path, key: str | None = None) -> Checkpoint:
     with tempfile.TemporaryDirectory(prefix="compiled_optim-") as scratch:  # maps of its files outlive it
         _, stored = convert.read_stored(path, key, Path(scratch), USUAL)
         if (layout := convert.layout_of(stored)) is None:
-            return Checkpoint(stored, "")
+            return FileContent(stored, "")
         decode = partial(convert.LAYOUTS[layout].decode, stored, replace_files.keeper(Path(scratch)))
         try:
-            return Checkpoint(decode(lossy=False), "")
+            return FileContent(decode(lossy=False), "")
         except ValueError as error:
-            return Checkpoint(decode(lossy=True), str(error))
+            return FileContent(decode(lossy=True), str(error))
 
 
 def parameters(state_dict: Mapping[str, Any]) -> Iterator[tuple[str, int, Mapping[str, Any]]]:

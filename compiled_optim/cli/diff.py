@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from compiled_optim.cli.checkpoints import Checkpoint, checkpoint_argument, numbers, parameters, read
+from compiled_optim.cli.checkpoints import FileContent, checkpoint_argument, numbers, parameters, read
 from compiled_optim.cli.output import findings, show, table, text
 
 _ABSENT = "absent"
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
     return 1 if any(records.values()) else 0
 
 
-def _compared(a: Checkpoint, b: Checkpoint) -> dict[str, Any]:
+def _compared(a: FileContent, b: FileContent) -> dict[str, Any]:
     groups = ((numbers(group) for group in checkpoint.content["param_groups"]) for checkpoint in (a, b))
     differing: dict[str, Any] = {}
     for index, pair in enumerate(itertools.zip_longest(*groups, fillvalue={})):

@@ -25,7 +25,7 @@ WRAPPER = "__bnb_optimizer_quant_state__"
 """The key under which bitsandbytes hides a parameter's tensors from FSDP."""
 
 
-class _Rule(NamedTuple):
+class _Counterpart(NamedTuple):
     """A kernel of bitsandbytes: the optimizer here, its names of ``state1`` and ``state2``, and its options of a group."""
 
     optimizer: str
@@ -34,19 +34,19 @@ class _Rule(NamedTuple):
 
 
 _RULES = {
-    "adam": _Rule(
+    "adam": _Counterpart(
         "adamw",
         ("exp_avg", "exp_avg_sq"),
         lambda group: {"betas": tuple(group["betas"])[:2], "eps": group["eps"], "decoupled_weight_decay": True},
     ),
-    "lion": _Rule("lion", ("exp_avg",), lambda group: {"betas": tuple(group["betas"])}),
-    "momentum": _Rule(
+    "lion": _Counterpart("lion", ("exp_avg",), lambda group: {"betas": tuple(group["betas"])}),
+    "momentum": _Counterpart(
         "sgd",
         ("momentum_buffer",),
         lambda group: {"momentum": group["betas"][0], "dampening": 0.0, "nesterov": False},
     ),
-    "rmsprop": _Rule("rmsprop", ("square_avg",), lambda group: {"alpha": group["betas"][0], "eps": group["eps"]}),
-    "adagrad": _Rule("adagrad", ("sum",), lambda group: {"eps": group["eps"]}),
+    "rmsprop": _Counterpart("rmsprop", ("square_avg",), lambda group: {"alpha": group["betas"][0], "eps": group["eps"]}),
+    "adagrad": _Counterpart("adagrad", ("sum",), lambda group: {"eps": group["eps"]}),
 }
 """The rules by bitsandbytes's name of the kernel.
 
@@ -101,7 +101,7 @@ def from_optimizer(
     return kind, result
 
 
-def _rule(group: Mapping[str, Any], where: str) -> _Rule:
+def _rule(group: Mapping[str, Any], where: str) -> _Counterpart:
     """Return the rule that a saved group is of."""
     betas, eps = group.get("betas"), group.get("eps")
     if isinstance(betas, (list, tuple)) and len(betas) == 2:
@@ -113,7 +113,7 @@ def _rule(group: Mapping[str, Any], where: str) -> _Rule:
 
 
 def _decoded(
-    state_dict: Mapping[str, Any], keep: Keep, rule_of: Callable[[Mapping[str, Any], str], _Rule]
+    state_dict: Mapping[str, Any], keep: Keep, rule_of: Callable[[Mapping[str, Any], str], _Counterpart]
 ) -> dict[str, Any]:
     def options(group: Mapping[str, Any], where: str) -> dict[str, Any]:
         others = {key: value for key, value in group.items() if key not in ("betas", "eps", *_EXTRA)}
@@ -125,7 +125,7 @@ def _decoded(
     return by_parameter(state_dict, options, entries)
 
 
-def _decoded_entries(keep: Keep, rule: _Rule, entries: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _decoded_entries(keep: Keep, rule: _Counterpart, entries: Mapping[str, Any], where: str) -> dict[str, Any]:
     saved = {**entries, **entries.get(WRAPPER, {})}
     result = {"step": saved.get("step")}
     known = {"step", WRAPPER}

@@ -28,7 +28,7 @@ from compiled_optim.checkpoint.read import Checkpoint
 from compiled_optim.interop.bitsandbytes import WRAPPER
 from compiled_optim.interop.forms import UNORDERED, with_steps
 from compiled_optim.interop.replace_files import Keep, Writers, as_bytes, check_regular, keeper
-from compiled_optim.interop.torch_files import Record, Records, load_item, reason
+from compiled_optim.interop.torch_files import Pickled, PickledReader, load_item, reason
 
 _KEY = re.compile(r"(?:(.*?)\.)?(state|param_groups|aliases|order)(?:\.(.*))?", re.DOTALL)
 _LISTED = ("params", "param_names")
@@ -43,7 +43,7 @@ _KNOWN = {
 _DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-class _Metadata(Records):
+class _Metadata(PickledReader):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("torch", "Size"):
             return tuple
@@ -55,7 +55,7 @@ class _Metadata(Records):
 
 
 def _state(record: Any, kind: str) -> Any:
-    if not isinstance(record, Record) or type(record).__name__ != kind:
+    if not isinstance(record, Pickled) or type(record).__name__ != kind:
         raise ValueError(f"the metadata has a {type(record).__name__} where a {kind} must be")
     return record.state
 

@@ -27,11 +27,11 @@ from compiled_optim.interop import bitsandbytes, fused_adam, optimi
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.storage import HALVES
 
-Kind: TypeAlias = type[CompiledOptimizer]
+Target: TypeAlias = type[CompiledOptimizer]
 Packed: TypeAlias = dict[str, Any]
 """An indexed state dict of an optimizer. A last group without parameters has the constructor's values."""
 
-LIBRARIES: dict[str, Callable[[Any, type[Optimizer], Packed], tuple[Kind, Packed]]] = {
+LIBRARIES: dict[str, Callable[[Any, type[Optimizer], Packed], tuple[Target, Packed]]] = {
     "torch.optim": lambda optimizer, source, packed: (named(source.__name__)[1], packed),
     "optimi": optimi.from_optimizer,
     "bitsandbytes.optim": bitsandbytes.from_optimizer,
@@ -178,7 +178,7 @@ def _packed(optimizer: Optimizer) -> Packed:
     return {"state": state, "param_groups": [*groups, {**optimizer.defaults, "params": []}]}
 
 
-def _arguments(kind: Kind, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
+def _arguments(kind: Target, defaults: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the constructor's arguments; raise if ``options`` repeat those of groups, or a default has no counterpart."""
     accepted, known = inspect.signature(kind).parameters, {*group_keys(kind), "params"}
     for name, value in defaults.items():
@@ -190,7 +190,7 @@ def _arguments(kind: Kind, defaults: Mapping[str, Any], options: Mapping[str, An
     return {**{name: value for name, value in defaults.items() if name in accepted and name not in replaced}, **options}
 
 
-def _keep_dtypes(kind: Kind, group: dict[str, Any], states: Mapping[Tensor, Any], options: Mapping[str, Any]) -> None:
+def _keep_dtypes(kind: Target, group: dict[str, Any], states: Mapping[Tensor, Any], options: Mapping[str, Any]) -> None:
     """Let ``group`` keep float32 state and float32 weights of its 16-bit parameters, unless ``options`` say otherwise."""
     known = group_keys(kind)
     entries = [(name, entry) for param, state in states.items() if param.dtype in HALVES for name, entry in state.items()]
@@ -205,7 +205,7 @@ def _keep_dtypes(kind: Kind, group: dict[str, Any], states: Mapping[Tensor, Any]
             group.pop(name, None)
 
 
-def _with_params(kind: Kind, group: Mapping[str, Any], old: Mapping[str, Any], index: int) -> dict[str, Any]:
+def _with_params(kind: Target, group: Mapping[str, Any], old: Mapping[str, Any], index: int) -> dict[str, Any]:
     """Return ``group`` with the tensors and names of the ``old`` one, and copies of all but hyperparameters."""
     names, numbers = group.get("param_names"), {hyper.name for hyper in kind._declaration.hypers}
     params = old["params"] if names is None else [*zip(names, old["params"], strict=True)]

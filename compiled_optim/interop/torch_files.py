@@ -28,13 +28,13 @@ _WIDTHS = {
 """Bytes of an element, by the kind of its storage."""
 
 
-class Record:
+class Pickled:
     """A description of a pickled object: its arguments and its state. A subclass has the name of the object's class."""
 
     args: tuple[Any, ...]
     state: Any
 
-    def __new__(cls, *args: Any) -> Record:
+    def __new__(cls, *args: Any) -> Pickled:
         record = super().__new__(cls)
         record.args, record.state = args, None
         return record
@@ -48,8 +48,8 @@ class _Items(dict[Any, Any]):
         pass
 
 
-class Records(pickle._Unpickler):
-    """A reader of pickles that creates a :class:`Record` instead of each object, and lists the storages.
+class PickledReader(pickle._Unpickler):
+    """A reader of pickles that creates a :class:`Pickled` instead of each object, and lists the storages.
 
     It is Python's reader: C's allocates memory for as many values as the largest number in the pickle.
     """
@@ -63,12 +63,12 @@ class Records(pickle._Unpickler):
         """Return a class of records instead of any class or function."""
         if module == "collections":  # such as OrderedDict, which is filled like a dict
             return _Items
-        return self.classes.setdefault(name, type(name, (Record,), {}))
+        return self.classes.setdefault(name, type(name, (Pickled,), {}))
 
     def persistent_load(self, pid: Any) -> Any:
         """Record a storage: its kind, key, device and number of elements."""
         self.storages.append(pid)
-        return Record()
+        return Pickled()
 
 
 def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any:
@@ -133,7 +133,7 @@ def _check_archive(file: Path | IO[bytes]) -> None:
             raise ValueError(f"the checksum of {damaged!r} is wrong")
         root = archive.namelist()[0].partition("/")[0]
         with archive.open(f"{root}/data.pkl") as pickled:
-            records = Records(pickled)
+            records = PickledReader(pickled)
             records.load()
         for _, kind, key, _, count in records.storages:
             size = sizes[f"{root}/data/{key}".lower()]
@@ -144,7 +144,7 @@ def _check_archive(file: Path | IO[bytes]) -> None:
 def _check_storages(path: Path) -> None:
     """Raise ``ValueError`` if storages are missing in a file without zip: torch.load leaves their memory unset."""
     with path.open("rb") as file:
-        parts = [Records(file) for _ in range(5)]
+        parts = [PickledReader(file) for _ in range(5)]
         *_, keys = [part.load() for part in parts]
     if missing := {key for _, _, key, *_ in parts[3].storages} - {*keys}:
         raise ValueError(f"the storage {min(missing)!r} is not in it")

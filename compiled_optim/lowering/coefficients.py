@@ -17,7 +17,7 @@ from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointer
 from compiled_optim.lowering.kernels.triton import current_device
 from compiled_optim.lowering.list_program import TORCH, NumberProgram
 from compiled_optim.memory.layout import add_over_shards, scalar
-from compiled_optim.memory.torch_compiler import Code
+from compiled_optim.memory.torch_compiler import ListFunction
 from compiled_optim.plan.clipping import Clipping, scaled
 from compiled_optim.plan.compilations import CompilationLog, KernelKey
 from compiled_optim.plan.plan import Plan
@@ -110,7 +110,7 @@ class TorchCoefficients:
         rows = [[-1.0 if maximizes else 1.0 for maximizes in plan.maximizes], *plan.numbers.values()]
         self.constants = torch.tensor(rows, dtype=plan.scalars.dtype, device="cpu").to(plan.device)
         self.group_index = torch.tensor(plan.group_index, device="cpu").to(plan.device)
-        self.code: Code | None = None
+        self.code: ListFunction | None = None
         self._all_square_sums: Tensor | None = None
         recorded = plan.recorded_scalars
         # The version of the scalars after the last step, and the scalars with their autograd graph.

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.coefficients import TorchCoefficients
-from compiled_optim.lowering.list_program import Lists, Values, programs
+from compiled_optim.lowering.list_program import Lists, ListValues, programs
 from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.memory.layout import as_real, compute_dtype
 from compiled_optim.plan.compilations import CompilationLog
@@ -52,7 +52,7 @@ class EagerLowering(Lowering):
                 new = torch.view_as_complex(new) if old.is_complex() else new
                 member.put(name, new) if self._differentiable and old is not member.param else old.copy_(new)
 
-    def _lists(self) -> Iterator[tuple[int, Lists, Values]]:
+    def _lists(self) -> Iterator[tuple[int, Lists, ListValues]]:
         """Yield the position, the lists of one tensor and the values of each parameter that has a prepared gradient."""
         for i, (grad, column) in enumerate(zip(self._grads, self.coefficients.rows.unbind(1), strict=True)):
             if grad is None:

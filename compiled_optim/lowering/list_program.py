@@ -21,7 +21,7 @@ from compiled_optim.rule.rule import INDEX, Rule, Written
 from compiled_optim.rule.symbols import WORDS, Dialect, Statement
 from compiled_optim.state import filled
 
-Values: TypeAlias = dict[str, list[Any]]
+ListValues: TypeAlias = dict[str, list[Any]]
 """The values of each name in generated code, one for every tensor of the lists."""
 
 Store: TypeAlias = Callable[[str, list[Tensor]], list[Tensor]]
@@ -95,7 +95,7 @@ class ListProgram:
             del self._replaceable[text]
         self._fuses_lists = ends
 
-    def run(self, values: Values, store: Store | None = None, exact: Collection[str] = ()) -> Values:
+    def run(self, values: ListValues, store: Store | None = None, exact: Collection[str] = ()) -> ListValues:
         """Return the results by name, for ``values`` of ``param``, ``grad``, ``buffer0``, ..., ``k0``, ... and ``index``.
 
         ``store`` is called with each new result of an update, and returns the stored values. For ``exact`` results, which
@@ -150,7 +150,7 @@ class ListProgram:
         later = [*(name for line in after for name in line.reads), *self._results.values()]
         return any(old in self._inputs_of(name) for name in later)
 
-    def _result(self, text: str, values: Values) -> list[Tensor]:
+    def _result(self, text: str, values: ListValues) -> list[Tensor]:
         if text not in values:  # a number
             return [torch.full_like(param, eval(text, dict(_WORDS))) for param in values["param"]]
         is_input = text in ("param", "grad") or text.startswith("buffer")
@@ -249,9 +249,11 @@ class Lists:
         # If the rule takes groups of elements: the dimensions of each parameter, in order of decreasing stride.
         self._orders = [_order(p) for p in targets[0]] if programs.grouped else None
 
-    def values(self, grads: Sequence[Tensor], scales: Sequence[Any] | None, numbers: Sequence[Sequence[Tensor]]) -> Values:
+    def values(
+        self, grads: Sequence[Tensor], scales: Sequence[Any] | None, numbers: Sequence[Sequence[Tensor]]
+    ) -> ListValues:
         """Return the values for a program. ``scales`` are factors of the gradients, ``numbers`` coefficients by tensor."""
-        values: Values = {"param": self._as_seen("param"), "grad": self._as_seen("grad", grads)}
+        values: ListValues = {"param": self._as_seen("param"), "grad": self._as_seen("grad", grads)}
         if scales is not None:
             values["grad"] = [scale * grad for scale, grad in zip(scales, values["grad"], strict=True)]
         values |= {f"buffer{i}": self._as_seen(name) for i, name in enumerate(self._programs.buffers)}
@@ -260,12 +262,12 @@ class Lists:
             values[INDEX] = list(map(self._index, values["param"], self._targets["param"]))
         return values
 
-    def expressions(self, stage: int, values: Values) -> list[list[Tensor]]:
+    def expressions(self, stage: int, values: ListValues) -> list[list[Tensor]]:
         """Return the expressions of one of the rule's ``reductions``, in the shapes of parameters in the rule."""
         results = self._programs.reductions[stage].run(values).values()
         return [[e.expand_as(param) for e, param in zip(es, values["param"], strict=True)] for es in results]
 
-    def sums(self, stage: int, values: Values) -> list[list[Tensor]]:
+    def sums(self, stage: int, values: ListValues) -> list[list[Tensor]]:
         """Return the sum of each expression over each tensor, without the padding of groups."""
         params = self._targets["param"]
         return [
@@ -273,12 +275,12 @@ class Lists:
             for es in self.expressions(stage, values)
         ]
 
-    def update(self, values: Values) -> None:
+    def update(self, values: ListValues) -> None:
         """Update parameters and buffers in place."""
         exact = {name for name, ts in self._targets.items() if [t.dtype for t in ts] == self._kinds(name)}
         self._programs.update.run(values, self._store, exact)
 
-    def update_by_means(self, values: Values) -> None:
+    def update_by_means(self, values: ListValues) -> None:
         """Compute the rule's means, then :meth:`update`."""
         for stage, program in enumerate(self._programs.reductions):
             for i, sums in enumerate(self.sums(stage, values), program.numbers):
@@ -286,7 +288,7 @@ class Lists:
                 values[f"k{i}"] = [(total / target.numel()).to(dtype) for total, target, dtype in each]
         self.update(values)
 
-    def updated(self, values: Values) -> dict[str, list[Tensor]]:
+    def updated(self, values: ListValues) -> dict[str, list[Tensor]]:
         """Return new parameters and buffers, by name."""
         return {name: self._storable(name, new) for name, new in self._programs.update.run(values).items()}
 

@@ -21,14 +21,14 @@ from compiled_optim.lowering.coefficients import TorchCoefficients, evaluated
 from compiled_optim.lowering.list_program import Lists, in_lists, programs, sum_of
 from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.memory.layout import compute_dtype, flat, real_numel, scalar_dtype
-from compiled_optim.memory.torch_compiler import Code, compiled
+from compiled_optim.memory.torch_compiler import ListFunction, compiled
 from compiled_optim.plan.clipping import NAMES
 from compiled_optim.plan.compilations import LISTS, LISTS_OF_ROWS, CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.state import filled
 
-Kernel: TypeAlias = Mapping[int, Code]
+StageCode: TypeAlias = Mapping[int, ListFunction]
 """The code of one key: for each stage of the rule's reductions, and for the update."""
 
 UPDATE = -1  # the stage of a kernel that updates, or evaluates coefficients
@@ -44,7 +44,7 @@ _INDICES = (1 << 31) - (1 << 16)
 
 OPTIONS = {"cpp.dynamic_threads": True}  # follow torch.set_num_threads
 _LIST_OPTIONS = {"combo_kernel_max_num_args": 1 << 20}  # a list is one kernel, however much it reads
-_kernels: dict[KernelKey, Kernel | str] = {}  # or the reason if none compiles
+_kernels: dict[KernelKey, StageCode | str] = {}  # or the reason if none compiles
 
 
 def fits_indices(device: torch.device, elements: int) -> bool:
@@ -109,7 +109,7 @@ class ListLowering(Lowering):
                 positions.setdefault(self._kind(member, grad_dtype), []).append(i)
         self._parts = []
         for (key, fits), where in positions.items():
-            part = Part(plan, where, key, self._vectors)
+            part = KernelLists(plan, where, key, self._vectors)
             if compiled and not fits:
                 say_too_large(log, plan.members[part.positions[0]].name)
             part.kernel = None if compiled and fits else uncompiled(key)
@@ -130,7 +130,7 @@ class ListLowering(Lowering):
             if part.kernel is None:
                 part.kernel = self._obtain(part.key, part.positions)
 
-    def _obtain(self, key: KernelKey, positions: Sequence[int]) -> Kernel:
+    def _obtain(self, key: KernelKey, positions: Sequence[int]) -> StageCode:
         names = [self.plan.members[i].name for i in positions]
         return self._log.obtain_or_fall_back(_kernels, key, names, _make, uncompiled)
 
@@ -145,14 +145,14 @@ class ListLowering(Lowering):
             part.update(self._grads, self.coefficients.rows)
 
 
-class Part:
+class KernelLists:
     """Tensors of a plan, at ``positions``, that share a kernel, which updates the ``vectors`` of each."""
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, vectors: type[Vectors]) -> None:
         # Tensors of similar sizes share a list, in any order.
         self.positions = tuple(sorted(positions, key=lambda i: -plan.members[i].param.numel()))
         self.key = key
-        self.kernel: Kernel | None = None
+        self.kernel: StageCode | None = None
         self._count = _count(key)
         self._numels = [real_numel(plan.members[i].param) for i in self.positions]
         self._vectors = [vectors(plan, plan.members[i]) for i in self.positions]
@@ -220,8 +220,8 @@ def _kinds(key: KernelKey) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return list(zip(rows, key.dtypes, strict=True))
 
 
-def _make(key: KernelKey) -> Kernel | str:
-    codes: dict[int, Code] = {}
+def _make(key: KernelKey) -> StageCode | str:
+    codes: dict[int, ListFunction] = {}
     options = _LIST_OPTIONS if list_program.fuses_lists(torch.device(key.device)) else OPTIONS
     sizes = [1024 + 16 * i for i in range(_count(key))] if key.updates else [_TENSORS, _GROUPS]
     for stage, function in uncompiled(key).items():
@@ -250,7 +250,7 @@ def _on_meta(kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[Tenso
     return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in kinds]
 
 
-def uncompiled(key: KernelKey) -> Kernel:
+def uncompiled(key: KernelKey) -> StageCode:
     """Return the functions of tensors by stage, uncompiled."""
     if not key.updates:
         return {UPDATE: functools.partial(_evaluate, key)}

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.lists import OPTIONS, fits_indices, say_too_large
 from compiled_optim.memory.layout import compute_dtype
-from compiled_optim.memory.torch_compiler import Code, compiled
+from compiled_optim.memory.torch_compiler import ListFunction, compiled
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, kernel_key
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.rule.formats import GROUP
@@ -93,7 +93,7 @@ _CPU_ELEMENTS = 1 << 17
 """The most elements in a stack of several tensors on a CPU: copies and results stay in the cache, and malloc keeps them."""
 
 _STACKS = "stacks of "  # the prefix of arrangements that Inductor compiles
-_kernels: dict[KernelKey, Code | str] = {}  # or the reason if none compiles
+_kernels: dict[KernelKey, ListFunction | str] = {}  # or the reason if none compiles
 
 
 def key_of(plan: Plan, member: Member, grad_dtype: torch.dtype) -> KernelKey:
@@ -109,7 +109,7 @@ def most_elements(key: KernelKey) -> int:
     return _CPU_ELEMENTS if in_cache else _BYTES // max(dtype.itemsize for dtype in key.dtypes)
 
 
-def obtain(key: KernelKey, numel: int, names: Sequence[str], log: CompilationLog, *, compiled: bool) -> Code:
+def obtain(key: KernelKey, numel: int, names: Sequence[str], log: CompilationLog, *, compiled: bool) -> ListFunction:
     """Return the code of ``key`` for the parameters ``names``: plain torch operations unless ``compiled``.
 
     Inductor cannot index the elements of stacks of a too large ``numel``, which run uncompiled too.
@@ -138,7 +138,7 @@ def _examples(key: KernelKey) -> tuple[list[Tensor], list[list[int]]]:
     return tensors, [[d for d in range(t.dim())[of_any_size] if t.shape[d] > 1] for t in tensors]
 
 
-def _make(key: KernelKey) -> Code | str:
+def _make(key: KernelKey) -> ListFunction | str:
     sequential = key.device in _SEQUENTIAL
     examples, varying = _examples(key)
     staged = None if sequential else decompositions()
@@ -150,7 +150,7 @@ def _make(key: KernelKey) -> Code | str:
     return code
 
 
-def _uncompiled(key: KernelKey) -> Code:
+def _uncompiled(key: KernelKey) -> ListFunction:
     """Return the update as a function of torch tensors, uncompiled.
 
     It takes parameter, gradient, buffers and coefficients, and computes in float64 for float64, in float32 for lower dtypes.

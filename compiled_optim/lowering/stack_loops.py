@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels import cpp_stacks, triton_stacks
-from compiled_optim.lowering.kernels.schedule import Schedule
+from compiled_optim.lowering.kernels.stack_source import StackSource
 from compiled_optim.lowering.lists import fits_indices
 from compiled_optim.memory.cache import library
 from compiled_optim.memory.layout import compute_dtype
@@ -54,7 +54,7 @@ class Loops(NamedTuple):
         most_elements: returns the most elements in a stack of several tensors of a key.
     """
 
-    source_of: Callable[[KernelKey, Sequence[int]], Schedule | str]
+    source_of: Callable[[KernelKey, Sequence[int]], StackSource | str]
     kernels_of: Callable[[KernelKey], Callable[[Sequence[int]], LoopKernels]]
     most_elements: Callable[[KernelKey], int]
 

@@ -34,7 +34,7 @@ from compiled_optim.memory.layout import (
     plain_copy,
     whole_stack,
 )
-from compiled_optim.memory.torch_compiler import Code
+from compiled_optim.memory.torch_compiler import ListFunction
 from compiled_optim.memory.torch_internals import Captures, is_capturing, without_autocast
 from compiled_optim.plan.compilations import CompilationLog, KernelKey, coefficient_key, kernel_key
 from compiled_optim.plan.plan import Member, Plan
@@ -189,7 +189,7 @@ class StackLowering(Lowering):
 class CodeStack:
     """Tensors of one shape that code of torch operations updates, in ``copies``; Inductor compiles it if ``compiled``."""
 
-    code: Code  # assigned when compiled
+    code: ListFunction  # assigned when compiled
 
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, *, compiled: bool) -> None:
         self.positions, self._key, self._compiled = positions, key, compiled

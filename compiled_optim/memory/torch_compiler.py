@@ -13,18 +13,18 @@ from torch import SymInt, Tensor
 
 from compiled_optim.memory.torch_internals import without_autocast
 
-Code: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
+ListFunction: TypeAlias = Callable[[list[Tensor]], Sequence[Tensor]]
 """A function of tensors, compiled or not: it writes into them, or returns new ones."""
 
 
 def compiled(
-    function: Code,
+    function: ListFunction,
     examples: Sequence[Tensor],
     varying: Sequence[Sequence[int]],
     device: str,
     options: dict[str, Any],
     decompositions: Mapping[Any, Callable[..., Any]] | None = None,
-) -> Code | str:
+) -> ListFunction | str:
     """Compile ``function`` with Inductor for a device.
 
     torch's caches find the code again by the operations that ``function`` runs.

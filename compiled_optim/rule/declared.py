@@ -15,7 +15,7 @@ from typing_extensions import dataclass_transform
 from compiled_optim.rule import fields
 from compiled_optim.rule.did_you_mean import hint, misspelled
 from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Field, Hyper, Option, Scalar, Static
-from compiled_optim.rule.rule import Decays, Declaration, Gradients, Granularity, Rule, by_name
+from compiled_optim.rule.rule import Decays, Declaration, GradientKind, Granularity, Rule, by_name
 from compiled_optim.rule.storage import stored
 from compiled_optim.rule.transforms import PARAM, Accumulation, cautious, decay, in_parts, lr_scaled, started, summed
 
@@ -54,7 +54,7 @@ class Declared:
     _rule: ClassVar[Rule]  # the declaration, where it has an update
     _view_rules: ClassVar[Mapping[str, Rule]] = {}  # by view, the rule whose step converts to it
 
-    _gradients: ClassVar[Gradients] = "dense"  # a sparse gradient names the rows to update
+    _gradients: ClassVar[GradientKind] = "dense"  # a sparse gradient names the rows to update
     _accumulation: ClassVar[Accumulation | None] = None  # how the state takes several gradients for one step, if it can
     _decays: ClassVar[Decays] = None  # the target of weight decay; for "gradient" there is decouple_wd
     _advice: ClassVar[str] = ""  # the optimizer to advise where a gradient is of the other kind
@@ -68,7 +68,7 @@ class Declared:
     def __init_subclass__(
         cls,
         *,
-        gradients: Gradients | None = None,
+        gradients: GradientKind | None = None,
         advice: str | None = None,
         granularity: Granularity | None = None,
         decays: Decays = None,

@@ -22,7 +22,7 @@ from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.outputs import SUMS
 from compiled_optim.rule.symbols import PLAIN, Code, Dialect, Kind, NotWritable, Statement, Symbol
 
-Gradients: TypeAlias = Literal["dense", "sparse"]  # of an optimizer's parameters; sparse ones are COO tensors
+GradientKind: TypeAlias = Literal["dense", "sparse"]  # of an optimizer's parameters; sparse ones are COO tensors
 Granularity: TypeAlias = Literal["element", "tensor", "matrix"]  # the unit that a rule's update sees at a time
 
 Decays: TypeAlias = Literal["gradient", "weights", None]
@@ -275,7 +275,7 @@ class Rule(Declaration):
     _: dataclasses.KW_ONLY
     coefficients: Callable[[Values], dict[str, Any]]
     update: Callable[[Values], dict[str, Any]]
-    gradients: Gradients = "dense"
+    gradients: GradientKind = "dense"
     advice: str = ""
     granularity: Granularity = "element"
     reductions: tuple[Callable[[Values], dict[str, Any]], ...] = ()

@@ -65,7 +65,7 @@ def resources(ptx: str, arch: int) -> Resources:
     return Resources(*(sum(map(int, re.findall(rf"(\d+) {what}", done.stderr))) for what in counted))
 
 
-class Kernel(NamedTuple):
+class PtxKernel(NamedTuple):
     """Facts from the text of a kernel. A loop is on the full path once: it counts as one iteration."""
 
     threads: int  # of one program
@@ -78,7 +78,7 @@ class Kernel(NamedTuple):
 
 
 @functools.lru_cache(maxsize=1024)
-def read(ptx: str) -> Kernel:
+def read(ptx: str) -> PtxKernel:
     """Read a kernel's PTX."""
     (threads,) = map(int, re.findall(r"\.reqntid (\d+)", ptx))
     values: dict[str, Any] = {"%tid.x": np.arange(threads), "%laneid": np.arange(threads) % 32}
@@ -99,7 +99,7 @@ def read(ptx: str) -> Kernel:
     in_turns = sum(any(n in turn for turn in turns) for n in wide)
     extern = re.findall(r"^\.extern \.func.*?(\w+)\s*$", ptx, re.MULTILINE)
     full_path = [a for i in path if (a := accesses[i])]
-    return Kernel(
+    return PtxKernel(
         threads, [a for a in accesses if a], full_path, operations, barriers, (in_turns, len(wide) - in_turns), tuple(extern)
     )
 

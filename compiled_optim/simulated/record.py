@@ -20,7 +20,7 @@ _WITHOUT_LAUNCH = {"empty", "empty_strided", "empty_like", "new_empty", "lift_fr
 _WITHOUT_LAUNCH |= {"sparse_dim", "_nnz", "is_coalesced"}
 
 
-class Launch(NamedTuple):
+class TritonLaunch(NamedTuple):
     """One launch of a Triton kernel."""
 
     name: str
@@ -68,7 +68,7 @@ class Graph(NamedTuple):
 class Record:
     """The events since the last :meth:`take`, in order."""
 
-    launches: list[Launch] = field(default_factory=list)
+    launches: list[TritonLaunch] = field(default_factory=list)
     operators: list[Operator] = field(default_factory=list)
     graphs: list[Graph] = field(default_factory=list)
 
@@ -137,7 +137,7 @@ def recording(device: str) -> Iterator[Record]:
     def run(kernel: Any) -> Callable[..., None]:
         def record_launch(*args: Any) -> None:
             current = torch.cuda.current_device() if device == "cuda" else 0
-            record.launches.append(Launch(kernel.src.fn.__name__, current, kernel))
+            record.launches.append(TritonLaunch(kernel.src.fn.__name__, current, kernel))
 
         return record_launch
 

@@ -23,7 +23,7 @@ from compiled_optim.simulated.record import Record, recording
 
 
 class KernelReport(NamedTuple):
-    """One Triton kernel of a step. Its full path is the one in :class:`ptx.Kernel`."""
+    """One Triton kernel of a step. Its full path is the one in :class:`ptx.PtxKernel`."""
 
     name: str  # in its source
     launches: int  # per step

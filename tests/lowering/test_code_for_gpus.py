@@ -16,7 +16,7 @@ from interpreted_stacks import SHAPES, made
 from torch import Tensor, nn
 
 from compiled_optim.lowering import stack_code
-from compiled_optim.memory.torch_compiler import Code, compiled
+from compiled_optim.memory.torch_compiler import ListFunction, compiled
 from compiled_optim.memory.torch_internals import compiles_means_with_lists
 from compiled_optim.optimizer import engine_of
 from compiled_optim.rule import storage
@@ -53,10 +53,10 @@ Sources: TypeAlias = list[list[str]]
 """The modules of each function that was compiled: one if it was called, else none."""
 
 
-def _noting(functions: Sources, recorders: list[Record]) -> Callable[..., Code]:
+def _noting(functions: Sources, recorders: list[Record]) -> Callable[..., ListFunction]:
     """``compiled``, which notes what the only one of ``recorders`` saw of each function when it was called."""
 
-    def noting(*args: Any, **kwargs: Any) -> Code:
+    def noting(*args: Any, **kwargs: Any) -> ListFunction:
         code = compiled(*args, **kwargs)
         assert not isinstance(code, str), code
         sources: list[str] = []

@@ -16,7 +16,7 @@ from compiled_optim.lowering.kernels import triton as triton_lowering
 from compiled_optim.optimizer import engine_of
 from compiled_optim.simulated import ptx
 from compiled_optim.simulated.fake_cuda import fake_cuda
-from compiled_optim.simulated.record import Launch, recording
+from compiled_optim.simulated.record import TritonLaunch, recording
 from perf.lowering.report import cpu_in_place_of_cuda
 
 pytest.importorskip("triton")
@@ -130,7 +130,7 @@ def test_offsets_of_elements_have_64_bits() -> None:
     assert set(offsets) == {"i64"}
 
 
-def _launches_on(devices: list[str]) -> list[Launch]:
+def _launches_on(devices: list[str]) -> list[TritonLaunch]:
     with fake_cuda(90):
         params = [nn.Parameter(torch.empty(64, device=d)) for d in devices]
         for param in params:

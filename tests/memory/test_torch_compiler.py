@@ -16,7 +16,7 @@ from torch._inductor.utils import fresh_cache
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from compiled_optim.memory.torch_compiler import Code, compiled
+from compiled_optim.memory.torch_compiler import ListFunction, compiled
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="C++ is compiled on Linux only")
 
@@ -41,7 +41,7 @@ def _convolved(x: Tensor, y: Tensor) -> tuple[Tensor, ...]:
     return (torch.conv1d(x.unsqueeze(0), torch.ones(3, 7, 2)) + y.sum(), x + y)
 
 
-def _compiled(function: Callable[..., Any], varying: Sequence[int] = (0, 1)) -> Code | str:
+def _compiled(function: Callable[..., Any], varying: Sequence[int] = (0, 1)) -> ListFunction | str:
     examples = [torch.empty(7, 11, device="meta") for _ in range(2)]
     return compiled(lambda tensors: function(*tensors), examples, [varying] * 2, "cpu", {})
 
@@ -125,7 +125,7 @@ def test_threads_that_compile_at_once() -> None:
     factors = range(2, 6)
     begin = threading.Barrier(len(factors))
 
-    def compile_with(factor: int) -> Code | str:
+    def compile_with(factor: int) -> ListFunction | str:
         begin.wait()
         return _compiled(lambda x, y: (x * factor + y,))
 

@@ -166,6 +166,23 @@ def _protocols() -> list[type]:
     return [c for m in modules for c in vars(m).values() if inspect.isclass(c) and getattr(c, "_is_protocol", False)]
 
 
+SECOND_NAMES = {"mup.Adam", "mup.AdamW", "mup.SGD"}
+"""Classes, by module, that have another one's name: muP's optimizers are called as ``co.mup.AdamW``."""
+
+
+def test_a_class_or_type_has_a_name_of_its_own() -> None:
+    """A leading underscore makes no other name: text and conversations leave it out."""
+    named: dict[str, list[str]] = {}
+    for path in _sources():
+        for node in ast.parse(path.read_text()).body:
+            is_alias = isinstance(node, ast.AnnAssign) and ast.unparse(node.annotation) == "TypeAlias"
+            if isinstance(node, ast.ClassDef) or is_alias:
+                name = node.name if isinstance(node, ast.ClassDef) else node.target.id
+                if (full := f"{path.stem}.{name}") not in SECOND_NAMES:
+                    named.setdefault(name.lstrip("_"), []).append(full)
+    assert [where for where in named.values() if len(where) > 1] == []
+
+
 def test_no_module_name_says_nothing() -> None:
     assert not [p for p in _sources() if re.fullmatch(r"utils?|common|helpers?|misc", p.stem)]
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering import list_program, lists
-from compiled_optim.memory.torch_compiler import Code
+from compiled_optim.memory.torch_compiler import ListFunction
 from compiled_optim.rule import Number, buffer, hyper
 
 MINIMUM = 64
@@ -60,7 +60,7 @@ class Late(co.CompiledOptimizer):
 
 
 @contextlib.contextmanager
-def in_lists_of_two(compiled: Callable[..., Code]) -> Iterator[None]:
+def in_lists_of_two(compiled: Callable[..., ListFunction]) -> Iterator[None]:
     """Let optimizers that are made and called inside have lists of two tensors, and nothing that was compiled before."""
     with (
         mock.patch.object(list_program, "fuses_lists", return_value=True),

@@ -21,7 +21,7 @@ from triton import language
 from triton.runtime.interpreter import TensorHandle
 
 from compiled_optim.lowering import list_program
-from compiled_optim.memory.torch_compiler import Code
+from compiled_optim.memory.torch_compiler import ListFunction
 from compiled_optim.rule import storage
 
 _numbers = itertools.count()
@@ -149,7 +149,7 @@ def _called(case: GPUCase, sources: list[str], folder: Path) -> dict[str, Tensor
     """After steps that are called, by lists."""
     given = iter(sources)
 
-    def compiled(*_: Any, **__: Any) -> Code:
+    def compiled(*_: Any, **__: Any) -> ListFunction:
         source = next(given)
         return _loaded(source, folder) if source else _unused
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.lowering import stack_code
-from compiled_optim.memory.torch_compiler import Code
+from compiled_optim.memory.torch_compiler import ListFunction
 
 SHAPES = {
     "Muon": [(20, 40), (20, 40), (40, 33)],
@@ -61,7 +61,7 @@ def interpreted(file: str) -> dict[str, dict[str, float]]:
         for name, modules in json.loads(Path(file).read_text()).items():
             given = iter(modules)
 
-            def compiled(*_: Any, given: Any = given, **__: Any) -> Code:
+            def compiled(*_: Any, given: Any = given, **__: Any) -> ListFunction:
                 return interpreted_inlined._loaded(next(given), Path(folder))
 
             with mock.patch.multiple(stack_code, compiled=compiled, _kernels={}):

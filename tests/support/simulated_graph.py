@@ -27,7 +27,7 @@ from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import Kernel, Launches
 from compiled_optim.lowering.stack_loops import LoopKernels, Loops
 from compiled_optim.memory import torch_internals
-from compiled_optim.memory.torch_compiler import Code
+from compiled_optim.memory.torch_compiler import ListFunction
 from compiled_optim.memory.torch_internals import wraps_others
 from compiled_optim.plan.compilations import KernelKey
 from compiled_optim.step import traced
@@ -216,7 +216,7 @@ def _baked(graph: SimulatedGraph, table: Any) -> SimpleNamespace:
 class RecordedStackKernel:
     """A kernel of Inductor's, whose results a simulated graph makes anew in every replay."""
 
-    def __init__(self, kernel: Code) -> None:
+    def __init__(self, kernel: ListFunction) -> None:
         self._kernel = kernel
 
     def __call__(self, tensors: list[Tensor]) -> Sequence[Tensor]:
@@ -259,7 +259,7 @@ def _recorded(loops: Loops) -> Loops:
     return loops._replace(kernels_of=kernels_of)
 
 
-_stack_kernels: dict[KernelKey, Code] = {}  # kept from test to test, since they take seconds to compile
+_stack_kernels: dict[KernelKey, ListFunction] = {}  # kept from test to test, since they take seconds to compile
 
 
 def _build(signature: KernelKey) -> Kernel:

@@ -62,12 +62,12 @@ def source(key: KernelKey) -> str:
     program = Program(key, DIALECT)
     means = "".join(_means(program, *means) for means in program.means.items())
     stores = [_store(*new, program.served) for new in program.new_elements()]
-    stores += [_Store(value, f"{name}_of@[i - origin] = {value};") for name, value in program.sums.items()]
-    update = _each_block(program, "update", program.update, stores, outputs=_Outputs(program))
+    stores += [_StoreCode(value, f"{name}_of@[i - origin] = {value};") for name, value in program.sums.items()]
+    update = _each_block(program, "update", program.update, stores, outputs=_OutputCode(program))
     return text + means + update + squares + ("" if program.sums else _STEP)
 
 
-class _Store(NamedTuple):
+class _StoreCode(NamedTuple):
     """A store of ``expression``: the C++ statement ``text``, or the ``bits`` to store where elements come in pairs."""
 
     expression: str
@@ -99,11 +99,11 @@ _GROUPS = _TILE // GROUP  # of elements whose scales are computed at once
 
 def _means(program: Program, stage: int, written: Written) -> str:
     sums = {f"sum{i}": expression for i, expression in enumerate(written.results.values())}
-    stores = [_Store(expression, f"{name} += double({expression});") for name, expression in sums.items()]
+    stores = [_StoreCode(expression, f"{name} += double({expression});") for name, expression in sums.items()]
     return _each_block(program, f"sums{stage}", written, stores, list(sums))
 
 
-def _store(array: Array, value: str, above: str | None, served: torch.dtype | None) -> _Store:
+def _store(array: Array, value: str, above: str | None, served: torch.dtype | None) -> _StoreCode:
     """Return the store of ``value`` in ``array``, or of the upper half of the bits ``above``, which need no rounding.
 
     With ``served``, a store in the parameter notes which bits it changes of the element in that dtype.
@@ -116,10 +116,10 @@ def _store(array: Array, value: str, above: str | None, served: torch.dtype | No
     if served is not None and array.row == rows.PARAM:
         seen = STORAGE[served if array.dtype.itemsize > 2 else array.dtype]
         mark = f"changed[i - origin] = bits_of({seen}({_location(array)})) ^ bits_of({seen}({kind}({value})));"
-    return _Store(value, f"{_location(array)} = {kind}({value});", array, bits, mark)
+    return _StoreCode(value, f"{_location(array)} = {kind}({value});", array, bits, mark)
 
 
-class _Outputs:
+class _OutputCode:
     """The outputs of an update that are no arrays. Loops leave them on the stack; they are collected behind each loop."""
 
     def __init__(self, program: Program) -> None:
@@ -147,9 +147,9 @@ def _each_block(
     program: Program,
     name: str,
     written: Written,
-    stores: Sequence[_Store],
+    stores: Sequence[_StoreCode],
     totals: Sequence[str] = (),
-    outputs: _Outputs | None = None,
+    outputs: _OutputCode | None = None,
 ) -> str:
     """Return the C++ function ``name``: for the elements of each block, it runs ``written``, then ``stores``.
 
@@ -207,7 +207,7 @@ def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
     return [pragma, f"for (int64_t i = {first}; i < {end}; i++) {{", *(f"  {line}" for line in body), "}"]
 
 
-def _singly(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_Store]) -> list[str]:
+def _singly(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_StoreCode]) -> list[str]:
     """Return a loop body that loads element ``i`` of ``arrays``, runs ``lines``, and stores."""
     index = [f"const uint32_t {INDEX} = uint32_t(start + i);"] if reads_index else []
     loads = [_definition(a, _location(a)) for a in arrays]
@@ -215,7 +215,7 @@ def _singly(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], st
     return [*index, *loads, *(line.replace("@", "") for line in (*lines, *texts))]
 
 
-def _in_pairs(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_Store]) -> list[str]:
+def _in_pairs(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_StoreCode]) -> list[str]:
     """Return a loop body for both elements of pair ``i`` in the tile at element ``from``; @ in a line becomes 0 and 1."""
     body = [f"const uint32_t {a.element}_word = {_word(a).replace('<', '<const ')};" for a in arrays]
     sums, stores = [s.text for s in stores if s.array is None], [s for s in stores if s.array is not None]
@@ -251,7 +251,7 @@ def _tile(arrays: Sequence[Array], body: Sequence[str]) -> list[str]:
     ]
 
 
-def _loop_over_words(body: Sequence[str], outputs: _Outputs) -> list[str]:
+def _loop_over_words(body: Sequence[str], outputs: _OutputCode) -> list[str]:
     """Return a loop over the elements of each word of ``outputs``."""
     part = outputs.around(_loop(INDEPENDENT, "from", "end", body), 32, "count")
     return [
@@ -265,9 +265,9 @@ def _loop_over_words(body: Sequence[str], outputs: _Outputs) -> list[str]:
 def _loop_over_pairs(
     arrays: Sequence[Array],
     written: Written,
-    stores: Sequence[_Store],
+    stores: Sequence[_StoreCode],
     last: Sequence[str],
-    outputs: _Outputs | None,
+    outputs: _OutputCode | None,
 ) -> list[str]:
     """Return a loop over pairs of elements, and the body ``last`` for the odd element at the end."""
     body = _in_pairs(arrays, written.reads_index, written.lines, stores)
@@ -288,9 +288,9 @@ def _loop_over_pairs(
 def _loop_over_groups(
     arrays: Sequence[Array],
     written: Written,
-    stores: Sequence[_Store],
+    stores: Sequence[_StoreCode],
     pragma: str,
-    outputs: _Outputs | None,
+    outputs: _OutputCode | None,
     *,
     is_paired: bool,
 ) -> list[str]:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from compiled_optim.lowering.kernels.cpp import DIALECT, INDEPENDENT, SERIAL, STORAGE, WORDS
 from compiled_optim.lowering.kernels.program import indented
-from compiled_optim.lowering.kernels.schedule import Loop, Schedule, multiply, numel, size, source_of
+from compiled_optim.lowering.kernels.stack_source import Loop, StackSource, multiply, numel, size, source_of
 from compiled_optim.memory.cache import processor
 from compiled_optim.memory.layout import compute_dtype
 from compiled_optim.plan.compilations import KernelKey
@@ -42,11 +42,11 @@ FIRST_ARRAYS = ("coefficients", "outcome", "index", "tensors", "grads")
 its column; for each column, the addresses of parameter and buffers, as in a tensor table, and the gradient's."""
 
 
-class Part(NamedTuple):
+class CppLoops(NamedTuple):
     """The loops between two products, as one C++ function, called ``name``.
 
     It takes the addresses of ``arrays``, which begin with :data:`FIRST_ARRAYS`, and ``sizes``: those of axes by letter, and
-    those of loops and sums that :class:`StackSource` names.
+    those of loops and sums that :class:`CppStackSource` names.
     """
 
     name: str
@@ -54,7 +54,7 @@ class Part(NamedTuple):
     sizes: list[str]
 
 
-class StackSource(Schedule):
+class CppStackSource(StackSource):
     """The C++ text of the update of tensors of one shape, which is the same for most other shapes.
 
     Its ``parts`` are functions and the products between them. Each loop, such as ``loop0``, cuts a tensor into
@@ -66,7 +66,7 @@ class StackSource(Schedule):
 
     def __init__(self, key: KernelKey, update: TensorProgram, half: torch.dtype) -> None:
         super().__init__(key, update, half)
-        self.parts: list[Part | TensorOp] = []
+        self.parts: list[CppLoops | TensorOp] = []
         texts: dict[str, str] = {}  # names of functions, by text without the name
         for is_op, group in itertools.groupby(self.events, lambda event: isinstance(event, TensorOp)):
             if is_op:
@@ -82,7 +82,7 @@ class StackSource(Schedule):
                 phases=",\n".join(phases),
             )
             name = texts.setdefault(_renamed(text), f"part{len(texts)}")
-            self.parts.append(Part(name, [*self._arrays], [*self._sizes]))
+            self.parts.append(CppLoops(name, [*self._arrays], [*self._sizes]))
         self.text = f"{WORDS}\n{PHASES}" + "".join(text.replace("PART", name, 1) for text, name in texts.items())
 
     def _phase(self, loop: Loop) -> list[str]:
@@ -159,9 +159,9 @@ def _renamed(text: str) -> str:
     return re.sub(_VALUE, lambda match: names[match[0]], text)
 
 
-def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
+def stack_source(key: KernelKey, shape: Sequence[int]) -> CppStackSource | str:
     """Return the source for a ``shape``; see :func:`source_of`."""
-    return source_of(StackSource, key, shape, DIALECT, _HALF)
+    return source_of(CppStackSource, key, shape, DIALECT, _HALF)
 
 
 def _each(d: int, body: Iterable[str]) -> list[str]:
@@ -212,11 +212,11 @@ class StackLoops:
             is_whole_in_a_chunk = op.axes[axis] == loop.axes[axis]  # not of groups: a chunk may end within one
             sizes[name] = 1 if is_whole_in_a_chunk else sizes[f"{loop.name}.chunks"]
         self._allocate(sizes)
-        self._events: list[tuple[Part | TensorOp, Any, Any]] = []
+        self._events: list[tuple[CppLoops | TensorOp, Any, Any]] = []
         code = load(source.text)
         for event in source.parts:
             function, arguments = None, None
-            if isinstance(event, Part):
+            if isinstance(event, CppLoops):
                 function = getattr(code, event.name)
                 function.argtypes, function.restype = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3, None
                 arguments = (ctypes.c_int64 * len(event.sizes))(*[sizes[size] for size in event.sizes])
@@ -228,7 +228,7 @@ class StackLoops:
         nbytes: dict[str, int] = {}
         self.bytes, free = 0, defaultdict[int, list[int]](list)  # free offsets, by size
         temporary = {*self._source.partial, *(op.name for op in self._source.update.ops)}
-        uses = [event.arrays if isinstance(event, Part) else [*event.reads, event.name] for event in self._source.parts]
+        uses = [event.arrays if isinstance(event, CppLoops) else [*event.reads, event.name] for event in self._source.parts]
         last = {name: i for i, names in enumerate(uses) for name in names if name in temporary}
         for i, names in enumerate(uses):
             for name in (n for n in names if n in temporary and n not in self.temporaries):
@@ -248,7 +248,7 @@ class StackLoops:
             return
         threads = 1 if self._is_serial else torch.get_num_threads()
         for event, function, sizes in self._events:
-            if isinstance(event, Part):
+            if isinstance(event, CppLoops):
                 arrays = (ctypes.c_int64 * len(event.arrays))(*map(addresses.__getitem__, event.arrays))
                 function(arrays, sizes, self._numbers, columns, self._count, threads)
             else:

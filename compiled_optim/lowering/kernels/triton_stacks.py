@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.lowering.kernels.program import indented
-from compiled_optim.lowering.kernels.schedule import Event, Loop, Schedule, multiply, numel, size, source_of
+from compiled_optim.lowering.kernels.stack_source import Event, Loop, StackSource, multiply, numel, size, source_of
 from compiled_optim.lowering.kernels.symmetric import ALIGNED, TEXT, Tiling, multiplier, tiling_of
 from compiled_optim.lowering.kernels.triton import CALLS, current_device, dtype_name, launcher, load
 from compiled_optim.lowering.kernels.triton import WORDS as ELEMENT_WORDS
@@ -21,7 +21,7 @@ from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.symbols import Dialect
 from compiled_optim.rule.tensor_program import Axes, TensorOp, TensorProgram
 
-Values: TypeAlias = dict[str, Tensor]
+StackValues: TypeAlias = dict[str, Tensor]
 
 _ROWS, _COLUMNS = 8, 256  # of a tile
 _HEIGHT, _LANES = 64, 8 * _COLUMNS  # rows that a program updates, tile by tile; elements of a tensor with one row
@@ -104,7 +104,7 @@ the two halves the height of a tile.
 """
 
 
-class StackSource(Schedule):
+class TritonStackSource(StackSource):
     """The Triton text of the update of tensors of one shape, which is the same for many others.
 
     With a ``tiling``, the kernel of :mod:`.symmetric` multiplies symmetric matrices.
@@ -218,12 +218,12 @@ def _width(outer: int | None) -> str:
     return f"ROWS * {_COLUMNS}" if outer is None else str(_COLUMNS)
 
 
-def stack_source(key: KernelKey, shape: Sequence[int]) -> StackSource | str:
+def stack_source(key: KernelKey, shape: Sequence[int]) -> TritonStackSource | str:
     """Return the source for a ``shape``; see :func:`source_of`."""
     tiling = tiling_of(torch.device(key.device))
     is_fit = tiling is not None and min(shape[-2:]) >= tiling.rows and not any(n % ALIGNED for n in shape[-2:])
     dialect = Dialect("{} = {}", "T({})", "&", "|", calls=CALLS, quadratic=is_fit)
-    return source_of(StackSource, key, shape, dialect, tiling if is_fit else None)
+    return source_of(TritonStackSource, key, shape, dialect, tiling if is_fit else None)
 
 
 class StackKernels:
@@ -253,13 +253,13 @@ class StackKernels:
             for name in done:
                 del values[name]
 
-    def _of_event(self, event: Event) -> Iterator[_Part]:
+    def _of_event(self, event: Event) -> Iterator[_Task]:
         if isinstance(event, Loop):
             yield self._loop(event)
             yield from (self._added(name) for name in event.sums if name in self._source.partial)
         else:
             run = self._symmetric(event) or (lambda values, count: multiply(event, values))
-            yield _Part(event.reads, self._layouts(event.name), run)
+            yield _Task(event.reads, self._layouts(event.name), run)
 
     def _layouts(self, *names: str) -> dict[str, tuple[list[int], torch.dtype]]:
         return {n: (self._source.shape(n, self._count, self._sizes), self._source.dtypes[n]) for n in names}
@@ -272,7 +272,7 @@ class StackKernels:
         assert width is not None, "rows without columns"
         return -(-width // _COLUMNS), -(-height // _HEIGHT)
 
-    def _loop(self, loop: Loop) -> _Part:
+    def _loop(self, loop: Loop) -> _Task:
         (right, down), source = self._tiles(loop), self._source
         temporaries = source.temporaries(loop)
         batch = math.prod(self._sizes[a] for d, a in enumerate(loop.axes) if d not in _tiled(loop.axes))
@@ -282,10 +282,10 @@ class StackKernels:
         grid = right * down * batch, self._count
         launch = launcher(getattr(self._module, loop.name), grid, types, (8, right, down, *sizes), self._device)
 
-        def run(values: Values, count: int) -> None:
+        def run(values: StackValues, count: int) -> None:
             launch([values[name] for name in (*_FIRST, *temporaries)], (count, right, down, *sizes))
 
-        return _Part([name for name in temporaries if name not in makes], makes, run)
+        return _Task([name for name in temporaries if name not in makes], makes, run)
 
     def _copies(self, op: TensorOp, loop: Loop) -> int:
         """Return the number of partial sums for each element of a sum."""
@@ -294,7 +294,7 @@ class StackKernels:
         gone = (d for d, letter in enumerate(loop.axes) if letter and not op.axes[d])
         return math.prod({inner: right, outer: down}.get(d, self._sizes[loop.axes[d]]) for d in gone)
 
-    def _added(self, partial: str) -> _Part:
+    def _added(self, partial: str) -> _Task:
         _, op = self._source.partial[partial]
         makes = self._layouts(op.name)
         shape, dtype = makes[op.name]
@@ -302,9 +302,9 @@ class StackKernels:
         wide = 1 if numel == 1 else 32
         counts = self._sizes[partial], numel, _ADDED // wide, wide
         launch = launcher(self._module.add, (-(-numel // wide), self._count), (torch.float64, dtype), counts, self._device)
-        return _Part([partial], makes, lambda values, _: launch([values[partial], values[op.name]], counts))
+        return _Task([partial], makes, lambda values, _: launch([values[partial], values[op.name]], counts))
 
-    def _symmetric(self, op: TensorOp) -> Callable[[Values, int], object] | None:
+    def _symmetric(self, op: TensorOp) -> Callable[[StackValues, int], object] | None:
         """Return the function that computes a symmetric product; None if torch does, or it is not known to be symmetric."""
         (name, *others), tiling, transposed = op.reads, self._source.tiling, op.transposed[0]
         if tiling is None or not (
@@ -316,7 +316,7 @@ class StackKernels:
         shape = self._source.shape(name, self._count, self._sizes)
         multiplied = multiplier(self._module, tiling, shape, self._device, transposed=transposed, numbers=kind)
 
-        def run(values: Values, count: int) -> None:
+        def run(values: StackValues, count: int) -> None:
             coefficients, constants = values["coefficients"], values["numbers"]
             abc = [coefficients[1 + i] if of_rule else constants[i:] for of_rule, i in numbers]
             multiplied(values[name], values[op.name], abc or [constants] * 3, values["index"])
@@ -324,9 +324,9 @@ class StackKernels:
         return run
 
 
-class _Part(NamedTuple):
+class _Task(NamedTuple):
     """A part of a step: ``run``, the values that it reads, and shape and dtype of those that it makes."""
 
     reads: Sequence[str]
     makes: Mapping[str, tuple[list[int], torch.dtype]]
-    run: Callable[[Values, int], object]
+    run: Callable[[StackValues, int], object]

@@ -21,7 +21,7 @@ from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.symbols import Dialect
 from compiled_optim.rule.tensor_program import OF_GROUPS, Axes, TensorOp, TensorProgram, written
 
-S = TypeVar("S", bound="Schedule")
+S = TypeVar("S", bound="StackSource")
 
 _DTYPES = {torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.int16}
 _NOT_RULES = (__file__, *(str(Path(file).parent) for file in (symbols.__file__, torch.__file__)))
@@ -55,7 +55,7 @@ class Loop:
 Event: TypeAlias = Loop | TensorOp  # an operation on matrices: a product or a transposition
 
 
-class Schedule:
+class StackSource:
     """The ``events`` of an update, in order. A subclass for each language prints the ``loops`` among them as its ``text``.
 
     A value with as many elements as the tensor, or with one, is recomputed in each loop that needs it. Other values, sums,
@@ -198,7 +198,7 @@ def numel(axes: Axes) -> str:
 
 
 def source_of(kind: Callable[..., S], key: KernelKey, shape: Sequence[int], dialect: Dialect, *more: Any) -> S | str:
-    """Return ``kind(key, update, *more)``, a schedule for tensors of a ``shape``, which is cached.
+    """Return ``kind(key, update, *more)``, a source for tensors of a ``shape``, which is cached.
 
     If the rule cannot be printed, return why and where, in words; ``""`` if dtypes are the reason.
     """
