@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from compiled_optim.groups.parameters import first_three, named_parameters, numbered
+from compiled_optim.groups.parameters import first_few, named_parameters, numbered
 from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.layout import is_sharded
 from compiled_optim.memory.torch_internals import called_while_tracing
@@ -145,6 +145,6 @@ def differences(before: Mapping[str, str], now: Mapping[str, str]) -> str:
         return ""
     texts = [side.get(changed[0], "absent") for side in (before, now)]
     parts = [pair for pair in itertools.zip_longest(*map(_PARTS.split, texts), fillvalue="") if pair[0] != pair[1]]
-    old, new = (first_three([*filter(None, (pair[i] for pair in parts))]) or texts[i] for i in (0, 1))
+    old, new = (first_few([*filter(None, (pair[i] for pair in parts))]) or texts[i] for i in (0, 1))
     more = f", and {len(changed) - 1} more changed" if len(changed) > 1 else ""
     return f"{changed[0]} was {old} and is {new}{more}"

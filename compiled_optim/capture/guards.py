@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
-from compiled_optim.groups.parameters import first_three, named_parameters
+from compiled_optim.groups.parameters import first_few, named_parameters
 from compiled_optim.memory.addresses import Addresses
 from compiled_optim.memory.layout import TORCH_TYPES, local
 from compiled_optim.step.engine import Engine
@@ -243,7 +243,7 @@ class LiveAutograd:
         names = [f"'{name}'" for param, name in params.items() if param in live & self._through]
         if names:
             raise RuntimeError(
-                f"a tensor that depends on {first_three(names)}, such as the loss, still holds the autograd graph of an "
+                f"a tensor that depends on {first_few(names)}, such as the loss, still holds the autograd graph of an "
                 "uncaptured step, so that no backward pass can be captured: detach() it before you keep it. "
                 "DistributedDataParallel keeps such a graph; wrap the model on a stream, and pass stream= to the runner"
             )

@@ -57,9 +57,10 @@ def named_parameters(groups: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
         yield from zip(parameter_names(group, index), group["params"], strict=True)
 
 
-def first_three(names: Sequence[str]) -> str:
-    """Join the first three of ``names`` for a message, and count the others."""
-    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+def first_few(names: Iterable[str], most: int = 3) -> str:
+    """Join up to ``most`` of ``names`` for a message, and count the others."""
+    names = [*names]
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def alternatives(pattern: str) -> list[str]:

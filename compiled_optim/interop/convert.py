@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from compiled_optim.groups.parameters import first_few
 from compiled_optim.interop import (
     bitsandbytes,
     dcp,
@@ -20,7 +21,7 @@ from compiled_optim.interop import (
     safetensors_files,
     torch_files,
 )
-from compiled_optim.interop.forms import check_alone, check_extent, check_lossless, checked, listed
+from compiled_optim.interop.forms import MOST_KEYS, check_alone, check_extent, check_lossless, checked
 from compiled_optim.interop.replace_files import Keep, Writers, check_replaceable, keeper, put
 
 
@@ -138,7 +139,7 @@ def read_stored(
         check_extent(content, sum(each.stat().st_size for each in (path, *path.rglob("*")) if each.is_file()))
         return kind, checked(content, keeper(scratch))
     except ValueError as error:
-        hint = "" if is_one else f"; it holds {listed(content)}: choose by key (--key)"
+        hint = "" if is_one else f"; it holds {first_few(map(repr, content), MOST_KEYS)}: choose by key (--key)"
         raise ValueError(f"{where}: {error}{hint}") from error
 
 

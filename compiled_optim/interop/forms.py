@@ -18,6 +18,7 @@ from compiled_optim.catalogue import every_optimizer
 from compiled_optim.checkpoint.read import Checkpoint, foreign_options
 from compiled_optim.checkpoint.state_dict import is_orphan, known_names
 from compiled_optim.groups.param_group import group_keys
+from compiled_optim.groups.parameters import first_few
 from compiled_optim.interop.replace_files import Keep, in_memory
 from compiled_optim.rule.storage import INT8, PARTS, scale_name
 
@@ -27,7 +28,7 @@ _DTYPES = {
     *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
 }
 _MAX_DEPTH = 8
-_FEW = 8  # keys that a message lists
+MOST_KEYS = 8  # keys that a message lists
 _SLACK = 1 << 17  # repeated entries that are still accepted
 
 UNORDERED = "unordered"
@@ -117,12 +118,9 @@ def check_lossless(state_dict: Mapping[str, Any]) -> None:
 def check_alone(state_dict: Mapping[str, Any], kept: Collection[Any] = ()) -> None:
     """Raise ``ValueError`` if a state dict has entries, such as a model, that are neither the optimizer's nor ``kept``."""
     if others := [k for k, v in state_dict.items() if k not in {*_TOP, *kept} and (k, type(v)) != ("optimizer", str)]:
-        raise ValueError(f"beside the optimizer's state it holds {listed(others)}, which would be lost")
-
-
-def listed(keys: Collection[Any]) -> str:
-    """Return the text of the first few ``keys`` for messages."""
-    return ", ".join(map(repr, [*keys][:_FEW])) + (f" and {len(keys) - _FEW} more" if len(keys) > _FEW else "")
+        raise ValueError(
+            f"beside the optimizer's state it holds {first_few(map(repr, others), MOST_KEYS)}, which would be lost"
+        )
 
 
 def with_steps(state_dict: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from compiled_optim.catalogue import named
 from compiled_optim.checkpoint.group_values import copied
 from compiled_optim.checkpoint.read import foreign_options
 from compiled_optim.groups.param_group import group_keys
-from compiled_optim.groups.parameters import first_three, named_parameters
+from compiled_optim.groups.parameters import first_few, named_parameters
 from compiled_optim.interop import bitsandbytes, fused_adam, optimi
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.storage import HALVES
@@ -93,7 +93,7 @@ def from_torch(optimizer: Optimizer, *, schedulers: Any = None, **options: Any) 
         if getattr(new.state[param].get(entry), "itemsize", 8) < getattr(before, "itemsize", 0)
     ]
     if rounded and "state_dtype" not in options:
-        warnings.warn(f"state of more bytes than {kind.__name__} has was rounded: {first_three(rounded)}", stacklevel=2)
+        warnings.warn(f"state of more bytes than {kind.__name__} has was rounded: {first_few(rounded)}", stacklevel=2)
     for name in [name for name in vars(optimizer) if name.startswith("_optimizer_") and name.endswith("_hooks")]:
         getattr(new, name).update(getattr(optimizer, name))
     new._opt_called = getattr(optimizer, "_opt_called", False)

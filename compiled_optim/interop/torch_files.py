@@ -14,7 +14,8 @@ from typing import IO, Any
 
 import torch
 
-from compiled_optim.interop.forms import listed
+from compiled_optim.groups.parameters import first_few
+from compiled_optim.interop.forms import MOST_KEYS
 from compiled_optim.interop.replace_files import Writers, check_regular
 
 _IS_FOLDER = 0x10  # MS-DOS attribute of a file in a zip archive
@@ -90,7 +91,7 @@ def read(path: Path, key: str | None = None, scratch: Path | None = None) -> Any
     if key is None:
         return content
     if not isinstance(content, Mapping) or key not in content:
-        keys = listed(content) if isinstance(content, Mapping) else f"a {type(content).__name__}"
+        keys = first_few(map(repr, content), MOST_KEYS) if isinstance(content, Mapping) else f"a {type(content).__name__}"
         raise ValueError(f"{path} has no entry {key!r}; it holds {keys}")
     return content[key]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from compiled_optim.groups.parameters import first_three
+from compiled_optim.groups.parameters import first_few
 from compiled_optim.memory.cache import cache_directory
 from compiled_optim.memory.layout import has_memory
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
@@ -126,7 +126,7 @@ class CompileReport:
 
     def _rebuilt(self) -> str:
         reasons = [reason + f" ({count} times)" * (count > 1) for reason, count in self.rebuilds]
-        return f"rebuilt on the host, which compiles nothing by itself: {first_three(reasons)}"
+        return f"rebuilt on the host, which compiles nothing by itself: {first_few(reasons)}"
 
     def _lines(self, name: str) -> dict[str, bool]:
         """Return a line for each finding of this name, without the advice that repetitions share."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.param_group import ParamGroup, inherited
-from compiled_optim.groups.parameters import canonical_name, first_three, matches, parameter_names
+from compiled_optim.groups.parameters import canonical_name, first_few, matches, parameter_names
 from compiled_optim.groups.per_parameter import choices_of, ignores_prefixes, lr_scale_of, patterns_of
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.torch_internals import is_fake
@@ -266,7 +266,7 @@ def _elsewhere(listed: Mapping[str, Listed], unowned: Mapping[str, Tensor], gone
         elif not is_lazy(each.param):
             new += [n for n, p in unowned.items() if not is_lazy(p) and p.shape == each.param.shape and n not in new][:1]
     if gone:
-        others = f"other tensors there: {first_three(new)}" if new else "nothing instead"
+        others = f"other tensors there: {first_few(new)}" if new else "nothing instead"
         yield Finding("replaced", tuple(each.name for each in gone), f"it is not in the model, which has {others}")
     if missing := tuple(name for name in unowned if name not in new):
         yield Finding("missing", missing, "it requires a gradient, and no optimizer has it")
@@ -281,7 +281,7 @@ def _of_groups(groups: Sequence[_Group]) -> Iterator[Finding]:
             alike = [group for group in filled if group.settings == filled[0].settings]
             filled = [group for group in filled if group.settings != alike[0].settings]
             if len(alike) > 1:
-                which = first_three([f"param_groups[{group.group_index}]" for group in alike])
+                which = first_few([f"param_groups[{group.group_index}]" for group in alike])
                 names = (name for group in alike for name in parameter_names(group.entries, group.group_index))
                 yield Finding("groups", tuple(names), f"{which} of {name} have equal settings", "make them one group")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from compiled_optim.groups.parameters import first_three
+from compiled_optim.groups.parameters import first_few
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Finding:
     figures: Mapping[str, float] = field(default_factory=dict, hash=False)
 
     def __str__(self) -> str:
-        return f"warning ({self.name}): {f'{first_three(self.params)}: ' if self.params else ''}{self.said}"
+        return f"warning ({self.name}): {f'{first_few(self.params)}: ' if self.params else ''}{self.said}"
 
     @property
     def said(self) -> str:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.groups.numbers import send
-from compiled_optim.groups.parameters import first_three, named_parameters
+from compiled_optim.groups.parameters import first_few, named_parameters
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
 from compiled_optim.lowering.eager import EagerLowering
 from compiled_optim.lowering.inlined import InlinedStep, obstacle
@@ -85,7 +85,7 @@ class RuleStep(Step):
                 self._launched.append(Totals(of_rule, self._clipping))
         if later := [f"'{member.name}'" for plan in plans if plan.shares_memory for member in plan.members]:
             self._log.fall_back(
-                f"{first_three(later)} share memory with other parameters, and are updated after them",
+                f"{first_few(later)} share memory with other parameters, and are updated after them",
                 "a step has more launches for it",
             )
         self._schedules.count(plans)
