@@ -16,15 +16,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.testing._internal.common_optimizers import optim_db
 
 import compiled_optim as co
-from compiled_optim.optimizers.lbfgs import (
-    CURVATURE,
-    SUFFICIENT_DECREASE,
-    Trial,
-    direction,
-    new_state,
-    record,
-    strong_wolfe,
-)
+from compiled_optim.optimizers.lbfgs.history import direction, new_state, record
+from compiled_optim.optimizers.lbfgs.line_search import CURVATURE, SUFFICIENT_DECREASE, Trial, strong_wolfe
 
 STOPPING = {"max_eval", "tolerance_grad", "tolerance_change"}
 NEVER_STOP = {"max_eval": 10**6, "tolerance_grad": 0.0, "tolerance_change": 0.0}
