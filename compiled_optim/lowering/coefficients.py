@@ -15,7 +15,7 @@ from torch import Tensor
 from compiled_optim.lowering.kernels import cpp, triton
 from compiled_optim.lowering.kernels.table import CoefficientTable, HyperPointers, Kernel, TensorTable, upload
 from compiled_optim.lowering.kernels.triton import current_device
-from compiled_optim.lowering.list_program import TORCH, NumberProgram
+from compiled_optim.lowering.list_program import TORCH, NumberProgram, number_program
 from compiled_optim.memory.layout import add_over_shards, scalar
 from compiled_optim.memory.torch_compiler import ListFunction
 from compiled_optim.plan.clipping import Clipping, scaled
@@ -73,7 +73,7 @@ def evaluated(
     values |= {f"scalar{i}": scalar for i, scalar in enumerate(scalars[1:].unbind())}
     rows = {
         name: torch.as_tensor(value, dtype=step.dtype, device=step.device).expand_as(step)
-        for name, value in _program(rule, tuple(statics.items())).run(values, step).items()
+        for name, value in _program(rule, tuple(statics.items()))(values, step).items()
     }
     new = torch.stack([step, *(rows[s.name] for s in rule.scalars)])
     new = new if present is None else torch.where(present, new, scalars)
@@ -82,7 +82,7 @@ def evaluated(
 
 @functools.cache
 def _program(rule: Rule, statics: tuple[tuple[str, Any], ...]) -> NumberProgram:
-    return NumberProgram(rule.written_coefficients(dict(statics), TORCH))
+    return number_program(rule.written_coefficients(dict(statics), TORCH))
 
 
 def note_outcome(outcome: Tensor, measured: Tensor, *, counts: bool) -> None:

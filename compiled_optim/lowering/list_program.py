@@ -172,20 +172,22 @@ def _line(statement: Statement) -> _Line:
     return _Line(statement.name, reads, evaluate, forms.get(statement.text))
 
 
-class NumberProgram:
-    """One of a rule's functions on numbers, ``coefficients`` or ``adapt``, as it was ``written`` in :data:`TORCH`."""
+NumberProgram: TypeAlias = Callable[[Mapping[str, Any], Tensor], dict[str, Any]]
+"""Returns results by name, for values of the names that its statements read, in the dtype of a tensor."""
 
-    def __init__(self, written: Written) -> None:
-        texts = [(statement.name, statement.text) for statement in written.statements]
-        self._statements = [(name, compile(text, "<rule>", "eval")) for name, text in texts]
-        self._results = {name: compile(text, "<rule>", "eval") for name, text in written.results.items()}
 
-    def run(self, values: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
-        """Return the results by name, for ``values`` of the names that the statements read, in the dtype of ``like``."""
+def number_program(written: Written) -> NumberProgram:
+    """Return one of a rule's functions on numbers, ``coefficients`` or ``adapt``, ``written`` in :data:`TORCH`."""
+    statements = [(s.name, compile(s.text, "<rule>", "eval")) for s in written.statements]
+    results = {name: compile(text, "<rule>", "eval") for name, text in written.results.items()}
+
+    def run(values: Mapping[str, Any], like: Tensor) -> dict[str, Any]:
         known = {**values, "like": like}
-        for name, code in self._statements:
+        for name, code in statements:
             known[name] = eval(code, _WORDS, known)
-        return {name: eval(code, _WORDS, known) for name, code in self._results.items()}
+        return {name: eval(code, _WORDS, known) for name, code in results.items()}
+
+    return run
 
 
 def _together(lines: Sequence[_Line], ends: Set[str]) -> frozenset[str]:

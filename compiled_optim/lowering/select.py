@@ -13,7 +13,7 @@ from torch import Tensor
 from compiled_optim.lowering import stack_loops
 from compiled_optim.lowering.coefficients import TableCoefficients, TorchCoefficients
 from compiled_optim.lowering.eager import EagerLowering
-from compiled_optim.lowering.list_program import TORCH, NumberProgram
+from compiled_optim.lowering.list_program import TORCH, NumberProgram, number_program
 from compiled_optim.lowering.lists import ListLowering
 from compiled_optim.lowering.lowering import Lowering
 from compiled_optim.lowering.multi_tensor import MultiTensorLowering
@@ -160,7 +160,7 @@ class Totals:
             raise ValueError(f"{self._rule.name} sums over all parameters, so its groups must agree in {choices}")
         self._stages = len(names[0])
         written = self._rule.adapt and self._rule.written_adapt(self._plans[0].statics, names[0][0], TORCH)
-        self._program = NumberProgram(written) if written else None
+        self._program = number_program(written) if written else None
         shared = enumerate(self._rule.scalar_names)
         self._shared = {name: row for row, name in shared if name in self._rule.shared_scalars}
         if self._shared:
@@ -189,7 +189,7 @@ class Totals:
         elements = [t.to(plan.device, total.dtype) for h in plan.hypers for t in plan.groups[0].read_only(h.name)]
         kinds = {"total": total.unbind(), "hyper": elements, "shared": [shared[n] for n in self._rule.shared_scalars]}
         values = {f"{kind}{i}": value for kind, ordered in kinds.items() for i, value in enumerate(ordered)}
-        adapted = program.run(values, total).items()
+        adapted = program(values, total).items()
         results = {name: torch.as_tensor(value, dtype=total.dtype, device=plan.device) for name, value in adapted}
         further = [value for name, value in results.items() if name not in shared]
         changed = {name: results[name] for name in shared if name in results}

@@ -9,10 +9,9 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor
 
 from compiled_optim.lowering.kernels import cpp_stacks, triton_stacks
 from compiled_optim.lowering.kernels.stack_source import StackSource
@@ -30,19 +29,11 @@ _ELEMENTS = {"tensor": 1 << 22, "matrix": 1 << 20}
 _BYTES = 1 << 27  # the most bytes of parameters in a stack of several tensors on a GPU
 MOST_TENSORS = 65535  # in a stack: the rows of a CUDA grid
 
+LoopKernels: TypeAlias = cpp_stacks.CppStackKernels | triton_stacks.TritonStackKernels
+"""The loops and products that update the tensors of one shape."""
+
 _kernels: dict[KernelKey, Callable[[Sequence[int]], LoopKernels]] = {}  # functions of a stack's shape
 _examples: dict[str, tuple[int, ...]] = {}  # the first shape with some code, by that code
-
-
-class LoopKernels(Protocol):
-    """The loops and products that update the tensors of one shape."""
-
-    def run(self, arguments: Mapping[str, Tensor], columns: int) -> None:
-        """Update tensors, with tables of ``columns`` columns.
-
-        The arguments are ``tensors``, ``grads``, ``coefficients`` and ``outcome``, as a kernel's update takes them, and
-        ``index``, the column of each tensor.
-        """
 
 
 class Loops(NamedTuple):
@@ -61,11 +52,11 @@ class Loops(NamedTuple):
 
 def _in_cpp(key: KernelKey) -> Callable[[Sequence[int]], LoopKernels]:
     load = functools.cache(library)  # shared by shapes, loaded before any step
-    return functools.partial(cpp_stacks.StackLoops, key, load=load)
+    return functools.partial(cpp_stacks.CppStackKernels, key, load=load)
 
 
 def _in_triton(key: KernelKey) -> Callable[[Sequence[int]], LoopKernels]:
-    return functools.partial(triton_stacks.StackKernels, key)
+    return functools.partial(triton_stacks.TritonStackKernels, key)
 
 
 LOOPS = {

@@ -186,7 +186,7 @@ OURS void PART(const int64_t* arrays, const int64_t* sizes, const double* number
 """
 
 
-class StackLoops:
+class CppStackKernels:
     """The update of stacks of one shape.
 
     Attributes:
@@ -263,9 +263,9 @@ class _Memory(threading.local):
 
     def __init__(self) -> None:
         self._all = torch.empty(0, dtype=torch.uint8, device="cpu")
-        self._known: dict[StackLoops, tuple[dict[str, Tensor], dict[str, int]]] = {}
+        self._known: dict[CppStackKernels, tuple[dict[str, Tensor], dict[str, int]]] = {}
 
-    def of(self, loops: StackLoops) -> tuple[dict[str, Tensor], dict[str, int]]:
+    def of(self, loops: CppStackKernels) -> tuple[dict[str, Tensor], dict[str, int]]:
         """Return the temporary tensors of ``loops`` by name, and their addresses."""
         if loops in self._known:
             return self._known[loops]

@@ -29,6 +29,12 @@ Launch: TypeAlias = Callable[[], object]
 Ints: TypeAlias = tuple[int, ...]
 Arguments: TypeAlias = tuple[Ints, int, Sequence[Tensor], Ints]
 """Of a launch: programs in each dimension, elements for all of them, tensors, counts."""
+Launches: TypeAlias = dict[tuple[str, int, int], tuple[Launch, Sequence[Tensor]]]
+"""Prepared launches that work on one table, each with the tensors whose addresses it holds.
+
+A key is a function's name, the stage of the rule (or the id of the sums of squares), and the id of the tensor with the
+gradients' addresses: the other tensors of a table do not change. A table works with one :class:`CoefficientTable` only.
+"""
 
 
 class HyperPointers:
@@ -270,7 +276,7 @@ class CoefficientTable:
         all_square_sums: float64, the partial sums of the squares of all gradients; empty if no norm is needed.
         outcome: (3,) float64, written: the norm, 1 if the step was skipped, and the number of skipped steps.
         leads: True if a skipped step is counted here.
-        launches: see :class:`Launches`.
+        launches: see :data:`Launches`.
     """
 
     def __init__(self, plan: Plan, clipping: Clipping, hypers: HyperPointers, log: CompilationLog) -> None:
@@ -298,14 +304,6 @@ class CoefficientTable:
         """Set :attr:`all_square_sums`, and drop the launches that read others."""
         self.all_square_sums = all_square_sums
         self.launches.clear()
-
-
-class Launches(dict[tuple[str, int, int], tuple[Launch, Sequence[Tensor]]]):
-    """Prepared launches that work on one table, each with the tensors whose addresses it holds.
-
-    A key is a function's name, the stage of the rule (or the id of the sums of squares), and the id of the tensor with the
-    gradients' addresses: the other tensors of a table do not change. A table works with one :class:`CoefficientTable` only.
-    """
 
 
 class TensorTable(Protocol):

@@ -226,7 +226,7 @@ def stack_source(key: KernelKey, shape: Sequence[int]) -> TritonStackSource | st
     return source_of(TritonStackSource, key, shape, dialect, tiling if is_fit else None)
 
 
-class StackKernels:
+class TritonStackKernels:
     """The update of stacks of one ``shape`` on a GPU. Values between kernels are allocated in each step."""
 
     def __init__(self, key: KernelKey, shape: Sequence[int]) -> None:
