@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from compiled_optim.catalogue import named
 from compiled_optim.checkpoint.read import Checkpoint
 from compiled_optim.groups.parameters import parameter_name
-from compiled_optim.interop.forms import by_parameter, count, group_for, in_float32, indexed, scaled
+from compiled_optim.interop.forms import by_parameter, count, group_for, in_float32, indexed, scaled_blocks
 from compiled_optim.interop.replace_files import Keep, in_memory
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule.storage import INT8, MINIMUM
@@ -140,7 +140,7 @@ def _decoded_entries(keep: Keep, rule: _Counterpart, entries: Mapping[str, Any],
             if not codes.is_contiguous():
                 raise ValueError(f"{where} has a state{i} that is not in contiguous blocks with a scale each")
             values = torch.index_select(table.float(), 0, codes.flatten().int())
-            codes = keep(scaled(values, scales, _BLOCK, f"absmax{i} in {where}").view(codes.shape))
+            codes = keep(scaled_blocks(values, scales, _BLOCK, f"absmax{i} in {where}").view(codes.shape))
         result[name] = codes
     if others := sorted(str(key) for key in saved if key not in known):
         raise ValueError(f"{where} has {', '.join(others)}, which no optimizer here has")

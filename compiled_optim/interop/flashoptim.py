@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.checkpoint.read import Checkpoint
-from compiled_optim.interop.forms import by_parameter, scaled
+from compiled_optim.interop.forms import by_parameter, scaled_blocks
 from compiled_optim.interop.replace_files import Keep
 
 
@@ -58,5 +58,5 @@ def _decoded(codes: Tensor, scales: Tensor, where: str) -> Tensor:
         raise ValueError(f"{where} is {codes.dtype} instead of int8 or uint8")
     is_signed = codes.dtype == torch.int8
     parts = codes.flatten().float() / (127 if is_signed else 255)
-    values = scaled(parts / (2 - parts.abs()) if is_signed else parts, scales, 32, where)
+    values = scaled_blocks(parts / (2 - parts.abs()) if is_signed else parts, scales, 32, where)
     return (values if is_signed else values.square_()).view(codes.shape)

@@ -252,7 +252,7 @@ def in_float32(value: Any, where: str, form: str, keep: Keep) -> Tensor:
     return value if value.dtype == torch.float32 else keep(value.float())
 
 
-def scaled(values: Tensor, scales: Tensor, size: int, where: str) -> Tensor:
+def scaled_blocks(values: Tensor, scales: Tensor, size: int, where: str) -> Tensor:
     """Multiply each ``size`` of the flat ``values`` in place by one of the ``scales``, and return them.
 
     Raises:

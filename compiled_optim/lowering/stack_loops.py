@@ -82,7 +82,7 @@ def refusal(plan: Plan, loops: Loops) -> str | None:
 def _refusal(plan: Plan, loops: Loops, key: KernelKey, shape: torch.Size) -> str | None:
     if plan.rule.granularity == "matrix" and len(shape) < 2:  # flattened after the optimizer was constructed
         return ""
-    key, fields, parts = _of_parts(key), {b.name: b for b in plan.rule.buffers}, parts_of(plan.rule, plan.statics, shape)
+    key, fields, parts = _of_parts(key), {b.name: b for b in plan.rule.buffers}, row_parts(plan.rule, plan.statics, shape)
     if len(parts) > 1 and (len(shape) > 2 or plan.rule.reads_index(plan.statics)):
         return ""  # the matrices of a part are not contiguous, or its elements have indices in the whole tensor
     for part in parts:
@@ -108,7 +108,7 @@ class Part(NamedTuple):
     shape: tuple[int, ...]
 
 
-def parts_of(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> list[Part]:
+def row_parts(rule: Rule, statics: Mapping[str, Any], shape: torch.Size) -> list[Part]:
     """Return the parts of a parameter; consecutive equal ones are a batch."""
     if rule.granularity != "matrix":
         sizes = [shape[axis] for axis in rule.axes_of(shape, statics)]

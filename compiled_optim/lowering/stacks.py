@@ -223,7 +223,7 @@ class LoopStack:
     def __init__(self, plan: Plan, positions: Sequence[int], key: KernelKey, loops: Loops, *, in_place: bool) -> None:
         self.positions, self.key, self._loops = positions, key, loops
         member = plan.members[positions[0]]
-        self.parts = stack_loops.parts_of(plan.rule, plan.statics, member.owner.shape)
+        self.parts = stack_loops.row_parts(plan.rule, plan.statics, member.owner.shape)
         self.copies = None if in_place else Copies(plan, positions, key)
         entries = [member.owner, *(member.state[name] for name in plan.buffers)]
         sizes = dict(zip([PARAM, *range(BUFFERS, BUFFERS + len(plan.buffers))], map(_row_bytes, entries), strict=True))
