@@ -16,11 +16,11 @@ from torch import Tensor
 
 from compiled_optim.checkpoint.read import Unloadable, as_buffer, as_number, plain
 
-COUNTS = ("func_evals", "n_iter")
-VECTORS = ("d", "prev_flat_grad")
-NUMBERS = ("t", "prev_loss")
-HISTORY = ("old_stps", "old_dirs")
-MEMORY = (*COUNTS, *VECTORS, *NUMBERS, *HISTORY, "products", "H_diag", "pairs")  # entries that a step reads and writes
+_COUNTS = ("func_evals", "n_iter")
+_VECTORS = ("d", "prev_flat_grad")
+_NUMBERS = ("t", "prev_loss")
+_HISTORY = ("old_stps", "old_dirs")
+MEMORY = (*_COUNTS, *_VECTORS, *_NUMBERS, *_HISTORY, "products", "H_diag", "pairs")  # entries that a step reads and writes
 ENTRIES = (*MEMORY, "ro", "exact")  # with those of state dicts only: torch.optim's, and one for exact loads here
 
 _LEAST_CURVATURE = 1e-10  # torch.optim's limit: a pair with a smaller product would make the matrix indefinite
@@ -33,8 +33,8 @@ def new_state(size: int, numel: int, dtype: torch.dtype, device: torch.device) -
     every change that is not older, ``H_diag`` is the scale of the initial inverse Hessian, and ``pairs`` the number of pairs
     accepted so far. Empty rows are 0.
     """
-    shapes = {**dict.fromkeys(VECTORS, (numel,)), **dict.fromkeys(HISTORY, (size, numel)), "products": (size, size)}
-    dtypes = dict.fromkeys((*COUNTS, "pairs"), torch.int64)
+    shapes = {**dict.fromkeys(_VECTORS, (numel,)), **dict.fromkeys(_HISTORY, (size, numel)), "products": (size, size)}
+    dtypes = dict.fromkeys((*_COUNTS, "pairs"), torch.int64)
     state = {n: torch.zeros(shapes.get(n, ()), dtype=dtypes.get(n, dtype), device=device) for n in MEMORY}
     state["H_diag"].fill_(1)
     return state
@@ -83,7 +83,7 @@ def _rows_by_age(count: int, size: int) -> list[int]:
 
 def packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return torch.optim.LBFGS's state, and an entry for an exact :func:`unpack` of ``memory``. Waits for the device."""
-    counts = {name: int(memory[name]) for name in COUNTS}
+    counts = {name: int(memory[name]) for name in _COUNTS}
     if not counts["n_iter"]:
         return counts
     pairs = int(memory["pairs"])
@@ -91,9 +91,9 @@ def packed(memory: Mapping[str, Tensor]) -> dict[str, Any]:
     products = memory["products"][rows][:, rows]
     return {
         **counts,
-        **{name: memory[name].clone() for name in (*VECTORS, "H_diag")},
-        **{name: memory[name].item() for name in NUMBERS},
-        **{name: list(memory[name][rows].unbind()) for name in HISTORY},
+        **{name: memory[name].clone() for name in (*_VECTORS, "H_diag")},
+        **{name: memory[name].item() for name in _NUMBERS},
+        **{name: list(memory[name][rows].unbind()) for name in _HISTORY},
         "ro": list((1 / products.diagonal()).unbind()),
         "exact": {"n_iter": counts["n_iter"], "pairs": pairs, "products": products},
     }
@@ -115,18 +115,18 @@ def unpack(fresh: Mapping[str, Tensor], entries: Mapping[str, Any], order: Seque
             raise Unloadable(f"{name} of the checkpoint is not a list")
         return torch.stack([vector(v, name) for v in vectors]) if vectors else like.new_empty(0, len(like))
 
-    _require(entries, COUNTS)
-    counts = {name: _count(entries[name], name) for name in COUNTS}
+    _require(entries, _COUNTS)
+    counts = {name: _count(entries[name], name) for name in _COUNTS}
     for name, count in counts.items():
         fresh[name].fill_(count)
     if not counts["n_iter"]:
         return
-    _require(entries, (*VECTORS, *NUMBERS, *HISTORY, "H_diag"))
-    for name in VECTORS:
+    _require(entries, (*_VECTORS, *_NUMBERS, *_HISTORY, "H_diag"))
+    for name in _VECTORS:
         fresh[name].copy_(vector(entries[name], name))
-    for name in (*NUMBERS, "H_diag"):  # infinite or NaN if the run had such a loss
+    for name in (*_NUMBERS, "H_diag"):  # infinite or NaN if the run had such a loss
         fresh[name].copy_(like.new_tensor(as_number(entries[name], f"{name} of the checkpoint", finite=False)))
-    steps, changes = map(history, HISTORY)
+    steps, changes = map(history, _HISTORY)
     if len(steps) != len(changes):
         raise Unloadable("old_stps and old_dirs of the checkpoint must be equally long")
     exact = plain(entries.get("exact", {}), "exact")
