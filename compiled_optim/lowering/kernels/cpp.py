@@ -10,7 +10,7 @@ import ctypes
 import functools
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +63,8 @@ def source(key: KernelKey) -> str:
     means = "".join(_means(program, *means) for means in program.means.items())
     stores = [_store(*new, program.served) for new in program.new_elements()]
     stores += [_StoreCode(value, f"{name}_of@[i - origin] = {value};") for name, value in program.sums.items()]
-    update = _each_block(program, "update", program.update, stores, outputs=_OutputCode(program))
+    outputs = _OutputCode(program.served, program.words, program.sums)
+    update = _each_block(program, "update", program.update, stores, outputs=outputs)
     return text + means + update + squares + ("" if program.sums else _STEP)
 
 
@@ -122,9 +123,9 @@ def _store(array: Array, value: str, above: str | None, served: torch.dtype | No
 class _OutputCode:
     """The outputs of an update that are no arrays. Loops leave them on the stack; they are collected behind each loop."""
 
-    def __init__(self, program: Program) -> None:
-        self._marks, self.sums = program.served is not None, [*program.sums]
-        words = f"uint32_t* __restrict const words = at<uint32_t>(tensors, {program.words}, count, t) + start / 32;"
+    def __init__(self, served: torch.dtype | None = None, row: int = 0, sums: Iterable[str] = ()) -> None:
+        self._marks, self.sums = served is not None, [*sums]
+        words = f"uint32_t* __restrict const words = at<uint32_t>(tensors, {row}, count, t) + start / 32;"
         self.before = [words] * self._marks + [f"T {name}_lanes[32] = {{}};" for name in self.sums]
 
     def __bool__(self) -> bool:
@@ -143,19 +144,21 @@ class _OutputCode:
         ]
 
 
+_NO_OUTPUTS = _OutputCode()
+
+
 def _each_block(
     program: Program,
     name: str,
     written: Written,
     stores: Sequence[_StoreCode],
     totals: Sequence[str] = (),
-    outputs: _OutputCode | None = None,
+    outputs: _OutputCode = _NO_OUTPUTS,
 ) -> str:
     """Return the C++ function ``name``: for the elements of each block, it runs ``written``, then ``stores``.
 
     ``totals`` are the variables in which it adds up sums. ``outputs`` are those of an update.
     """
-    outputs = outputs or None
     pragma = f"#pragma omp simd reduction(+ : {', '.join(totals)})" if totals else INDEPENDENT
     elements = [a for a in program.arrays if not a.grouped]
     is_paired = not totals and all(a.dtype in _PAIRS for a in elements)
@@ -167,8 +170,8 @@ def _each_block(
             loop = _loop_over_pairs(elements, written, stores, body, outputs)
         else:
             loop = _loop_over_words(body, outputs) if outputs else _loop(pragma, "0", "size", body)
-    before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);", *(outputs.before if outputs else [])]
-    sums = [*totals, *(f"sum_of({name}_lanes)" for name in outputs.sums)] if outputs else totals
+    before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);", *outputs.before]
+    sums = [*totals, *(f"sum_of({name}_lanes)" for name in outputs.sums)]
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
     return _EACH_BLOCK.format(
         name=name,
@@ -267,7 +270,7 @@ def _loop_over_pairs(
     written: Written,
     stores: Sequence[_StoreCode],
     last: Sequence[str],
-    outputs: _OutputCode | None,
+    outputs: _OutputCode,
 ) -> list[str]:
     """Return a loop over pairs of elements, and the body ``last`` for the odd element at the end."""
     body = _in_pairs(arrays, written.reads_index, written.lines, stores)
@@ -290,7 +293,7 @@ def _loop_over_groups(
     written: Written,
     stores: Sequence[_StoreCode],
     pragma: str,
-    outputs: _OutputCode | None,
+    outputs: _OutputCode,
     *,
     is_paired: bool,
 ) -> list[str]:
@@ -325,7 +328,8 @@ def _loop_over_groups(
     second_lines = [f"const {kind} {name} = {name}_of@[i - origin];" for name, kind in types.items()]
     second_lines += [s.text for s in (*again, *second)]
 
-    def update(of_pairs: bool) -> list[str]:
+    def function(name: str, of_pairs: bool) -> list[str]:
+        head = f"const auto {name} = [&](const int64_t first, const int64_t last, const auto group_size)"
         body, lanes, step = (_in_pairs, "01", GROUP // 2) if of_pairs else (_singly, [""], GROUP)
         begin = f"const int64_t begin = (g - first) * {step} + origin, end = begin + group_size;"
         loops = [
@@ -358,13 +362,9 @@ def _loop_over_groups(
         ]
         origin = f"const int64_t from = first * {GROUP}, origin = {'0' if of_pairs else 'from'};"
         pairs = f"const int64_t pairs = (last - first) * {GROUP // 2};"
-        if outputs:
-            loops = outputs.around(loops, _GROUPS * step, "(last - first) * group_size", of_pairs=of_pairs)
-        return [origin, *([pairs, *_tile(elements, loops)] if of_pairs else loops)]
-
-    def function(name: str, of_pairs: bool) -> list[str]:
-        head = f"const auto {name} = [&](const int64_t first, const int64_t last, const auto group_size)"
-        return [f"{head} __attribute__((always_inline)) {{", *(f"  {line}" for line in update(of_pairs)), "};"]
+        loops = outputs.around(loops, _GROUPS * step, "(last - first) * group_size", of_pairs=of_pairs)
+        lines = [origin, *([pairs, *_tile(elements, loops)] if of_pairs else loops)]
+        return [f"{head} __attribute__((always_inline)) {{", *(f"  {line}" for line in lines), "};"]
 
     update_tile = "update_pairs" if is_paired else "update_groups"
     return [
