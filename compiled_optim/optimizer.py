@@ -26,9 +26,12 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
     set_grad_enabled,
 )
+from compiled_optim.plan.changed_weights import ChangedWeights, changed_weights
+from compiled_optim.plan.output_memory import NO_OUTPUTS, OutputMemory
 from compiled_optim.plan.schedule import Schedule
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import Number, PerParameter, added, option
+from compiled_optim.rule.outputs import Outputs
 from compiled_optim.rule.rule import TRAIN_MODE
 from compiled_optim.rule.storage import StateDtype, Weights
 from compiled_optim.rule.transforms import Split
@@ -344,6 +347,64 @@ class CompiledOptimizer(Declared, SavedOptimizer):
                 self._engine.is_watching = bool(on)
                 self._engine.changes.outdate(f"watch_health({bool(on)}) was called")
                 self._engine.current()
+
+    @outside_dynamo
+    def track_changes(self, dtype: torch.dtype | None = torch.bfloat16) -> None:
+        """Let further steps note which weights they change, for :meth:`changes`: one bit per weight.
+
+        A weight is changed where its bits differ before and after a step, in the dtype in which others read it. What an
+        optimizer stores of a 16-bit weight in its state is not part of it. Skipped steps change nothing.
+
+        Updates of elementwise rules note it in the kernel that writes the weights. Other steps compare copies of the weights
+        before and after. In a function that you compile, a tracked step is a custom operator. Graphs are captured again.
+        A copy of the optimizer does not track changes, and checkpoints do not hold them.
+
+        Args:
+            dtype: the dtype in which others read the weights: float32, bfloat16 or float16. 16-bit weights are read in their
+                own dtype, or in float32. None ends the tracking.
+
+        Raises:
+            ValueError: a parameter cannot be read in ``dtype``, is complex, or is of a class that wraps other tensors. The
+                optimizer is then unchanged.
+            NotImplementedError: steps need a closure.
+        """
+        engine = self._engine
+        with engine.lock:
+            _, before = step_with_rule(engine, "track changes"), engine.outputs
+            try:
+                engine.outputs = NO_OUTPUTS if dtype is None else OutputMemory(Outputs(dtype), engine.clipping.device)
+                engine.changes.outdate(f"track_changes({dtype}) was called")
+                engine.current()
+            except ValueError:
+                engine.outputs = before
+                engine.changes.outdate("track_changes() was refused")
+                raise
+
+    @outside_dynamo
+    @torch.no_grad()
+    def changes(self) -> list[ChangedWeights]:
+        """Return the weights that changed since :meth:`track_changes` or the last call, and begin anew.
+
+        Parameters without a change are absent. All elements of a parameter that others wrote are changed: by a load or
+        ``copy_``, or by other memory in its place. Writes through ``.data`` are not seen. All results are on the parameters'
+        device, for which the call waits once.
+
+        Of a DTensor each process returns the elements of its shard, with indices in the full tensor; of equal replicas, the
+        first process alone. A plain tensor is returned by each process.
+
+        Raises:
+            RuntimeError: :meth:`track_changes` was not called, or a CUDA graph is being captured.
+        """
+        engine = self._engine
+        with engine.lock:
+            step = engine.current()
+            if engine.outputs is NO_OUTPUTS:
+                raise RuntimeError("changes() returns what steps noted since track_changes(), which was not called")
+            if any(map(is_capturing, step.devices)):
+                raise RuntimeError("a CUDA graph is being captured, and changes() waits for the device; call it outside")
+            found = changed_weights(engine.groups.listed, engine.outputs)
+            engine.outputs.clear()
+            return found
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.

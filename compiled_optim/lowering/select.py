@@ -23,6 +23,7 @@ from compiled_optim.memory import cache, torch_internals
 from compiled_optim.memory.layout import add_over_shards, scalar_dtype
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.output_memory import OutputMemory
 from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.symbols import PLAIN
@@ -37,8 +38,12 @@ def refuse(plan: Plan, error: cache.CompilerError) -> None:
     _refused[plan.device.type, plan.rule] = error.with_traceback(None)
 
 
-def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, differentiable: bool) -> Lowering:
+def lower(
+    plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, outputs: OutputMemory, differentiable: bool
+) -> Lowering:
     """Return the lowering of ``plan``. ``wanted`` is one of :data:`LOWERINGS`. Autograd records a ``differentiable`` step.
+
+    The plan gets ``outputs`` if its updates can have them.
 
     Raises:
         ValueError: ``wanted`` does not support the plan's device.
@@ -59,6 +64,7 @@ def lower(plan: Plan, wanted: str, clipping: Clipping, log: CompilationLog, diff
         return GatheredRowsLowering(plan, TorchCoefficients(plan, clipping), log)
     of_table = TableCoefficients(plan, clipping, log)
     if plan.rule.granularity == "element":
+        plan.outputs = outputs
         return MultiTensorLowering(plan, of_table, log)
     loops = stack_loops.LOOPS.get(plan.device.type)
     refusal = "" if loops is None else stack_loops.refusal(plan, loops)

@@ -17,6 +17,7 @@ from compiled_optim.memory.torch_internals import outside_dynamo, outside_infere
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.plan.clipping import Clipping
 from compiled_optim.plan.compilations import CompilationLog
+from compiled_optim.plan.output_memory import NO_OUTPUTS
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.reports.finding import Finding
 from compiled_optim.rule.formats import GROUP
@@ -139,7 +140,7 @@ def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
     shadows = Plan(plan.rule, statics, [shadow], lambda _: grad)
     shadows.read([grad], state=False, keep_alive=True)  # an error where a step would raise one
     clipping = Clipping(plan.device)
-    lowering = lower(shadows, "eager", clipping, CompilationLog(), False)
+    lowering = lower(shadows, "eager", clipping, CompilationLog(), NO_OUTPUTS, False)
     lowering.compile()
     shadows.reread([grad])
     lowering.prepare([grad])

@@ -37,6 +37,8 @@ class Outputs:
 
     def check(self, param: torch.dtype) -> None:
         """Raise ``ValueError`` for a dtype in which weights of the dtype ``param`` cannot be served."""
+        if param.is_complex and self.served is not None:
+            raise ValueError("complex numbers are served in no dtype of real ones")
         kinds = torch.float32, *((param,) if param.itemsize == 2 else (torch.bfloat16, torch.float16))
         if self.served is not None and self.served not in kinds:
             names = ", ".join(map(str, kinds))

@@ -37,6 +37,7 @@ from compiled_optim.memory.torch_internals import (
 )
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
 from compiled_optim.plan.compilations import CompilationLog, spend
+from compiled_optim.plan.output_memory import NO_OUTPUTS
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import built_in
@@ -114,6 +115,7 @@ class Engine:
         self.clipping = Clipping(torch.device("cpu"))
         self.log = CompilationLog()
         self.takes_sparse = kind._gradients == "sparse"  # whether some parameters have sparse gradients
+        self.outputs = NO_OUTPUTS  # of the end of updates
         self.is_watching = False  # whether steps record changes of a few elements of each parameter
         self._read_by_graphs: list[object] = []  # memory of steps in graphs that users captured: never freed
         self.replace_state({})

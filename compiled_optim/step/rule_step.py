@@ -21,7 +21,9 @@ from compiled_optim.lowering.select import LOWERINGS, SquareSums, Totals, lower,
 from compiled_optim.memory import addresses
 from compiled_optim.memory.cache import CompilerError
 from compiled_optim.memory.torch_internals import Captures, can_capture, in_range, let_stay, outside_inference_mode
+from compiled_optim.plan.changed_weights import Comparison, check_served
 from compiled_optim.plan.clipping import Clipping
+from compiled_optim.plan.output_memory import NO_OUTPUTS
 from compiled_optim.plan.plan import Plan, partition
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Rule
@@ -62,7 +64,18 @@ class RuleStep(Step):
         differentiable = any(g.get("differentiable", False) for g in groups)
         if differentiable and self._clipping.measures_norm:
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
-        self.lowerings = [lower(plan, engine.lowering, self._clipping, self._log, differentiable) for plan in plans]
+        self._outputs, self._tracks_changes = engine.outputs, engine.outputs.choice.served is not None
+        # Of parameters that share memory, an update sees only its own changes.
+        of_updates = NO_OUTPUTS if any(plan.shares_memory for plan in plans) else engine.outputs
+        chosen = (engine.lowering, self._clipping, self._log, of_updates, differentiable)
+        self.lowerings = [lower(plan, *chosen) for plan in plans]
+        self._comparisons: list[Comparison] = []
+        if engine.outputs.choice:
+            tracked = [plan for plan in plans if not plan.is_meta]
+            check_served(tracked, engine.outputs)
+            engine.outputs.follow([param for plan in tracked for param in plan.params], self.params)
+            compared = tracked if self._tracks_changes else []
+            self._comparisons = [Comparison(plan, engine.outputs) for plan in compared if plan.outputs is NO_OUTPUTS]
         self._tables = [x.coefficients for x in self.lowerings if isinstance(x.coefficients, TableCoefficients)]
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         started = time.perf_counter()
@@ -200,6 +213,7 @@ class RuleStep(Step):
         lowerings = [x for x in self.lowerings if isinstance(x, ListLowering)]  # all of them, if this is their name
         reason = "" if self.name == ListLowering.name else f"it is lowered to {self.name}"
         reason = reason or ("its health is watched" if self.watches else "")
+        reason = reason or ("its changed weights are tracked" if self._tracks_changes else "")
         names = ((group, n) for group in self._groups for n in group.kind._declaration.structural_hypers)
         if not reason and (name := next((n for group, n in names if group.is_exposed(n) and not group.nonzero(n)), "")):
             reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
@@ -226,6 +240,8 @@ class RuleStep(Step):
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and assigned numbers."""
+        if self._tracks_changes:
+            self._outputs.see_writes()
         by_plan = self._by_plan(grads)
         measures = self._square_sums is None and self._clipping.measures_norm
         if self._uncompiled or measures or (self.watches and not self._looks):
@@ -268,12 +284,18 @@ class RuleStep(Step):
     def launch_part(self) -> None:
         if self._square_sums is not None:
             in_range("measure", self._square_sums.measure)
+        for comparison in self._comparisons:
+            comparison.begin()
         for launched in self._launched:
             in_range("update", launched.launch)
+        for comparison in self._comparisons:
+            comparison.end()
 
     def finish(self) -> None:
         for lowering in self.lowerings:
             lowering.finish()
+        if self._tracks_changes:
+            self._outputs.note_step()
 
     @property
     def refusal(self) -> str:

@@ -93,6 +93,18 @@ def _digest(key: str) -> str:
 
 
 @called_while_tracing
+def _make_counter(key: str, positions: list[int]) -> None:
+    ENGINES[key].outputs.counter(positions)
+
+
+def _counter(engine: Engine, positions: list[int]) -> list[Tensor]:
+    """Return the counter of a step of the parameters at ``positions`` in compiled code; empty if there is none."""
+    _make_counter(engine.key, positions)
+    counter = engine.outputs.counters.get(tuple(positions))
+    return [] if counter is None else [counter]
+
+
+@called_while_tracing
 def _depend_on(identity: str) -> None:
     """Let the trace be valid as long as the step has this ``identity``."""
 
@@ -127,11 +139,11 @@ def record_step(engine: Engine, scaler: tuple[Tensor | None, Tensor | None]) -> 
     is_in_graph = preallocate(engine.key) and not is_scaled
     owned, name = engine.params, engine.name
     if is_sparse:
-        torch.ops.compiled_optim.step(owned, [], [*range(len(owned))], name)
+        torch.ops.compiled_optim.step([*owned, *_counter(engine, [*range(len(owned))])], [], [*range(len(owned))], name)
         return
     params = [owned[i] for i in positions]
     grads = [traced_part(p.grad, p) for p in params]
-    updated = [traced_part(p, p) for p in params]
+    updated = [*(traced_part(p, p) for p in params), *_counter(engine, positions)]
     if is_in_graph:
         _guard(engine)
         torch.ops.compiled_optim.step_in_graph(updated, grads, positions, name)
@@ -220,12 +232,14 @@ def _step(
 ) -> None:
     """Let an engine ``run`` with ``grads`` of ``params``, which are those at ``positions``, ascending, of its parameters.
 
+    One of its :attr:`OutputMemory.counters` may follow these.
     With empty ``grads``, it reads the ``grad`` of each: Dynamo refuses to read sparse ones.
     A compiler may pass copies of the parameters and copy them back later; they then get the new values too.
     """
-    engine = _find(optimizer, params, positions)
+    engine = _find(optimizer, params[: len(positions)], positions)
     every = engine.params
-    owned = _at(every, positions)
+    counter = engine.outputs.counters.get(tuple(positions))
+    written = [*_at(every, positions), *([] if counter is None else [counter])]
     passed: Gradients = [*grads]
     if params and not grads:
         passed = None
@@ -233,8 +247,8 @@ def _step(
         by_position = dict(zip(positions, grads, strict=True))
         passed = [by_position.get(i) for i in range(len(every))]
     run(engine, passed)
-    if not all(map(is_, owned, params)):
-        for param, copy in zip(map(local, owned), params, strict=True):
+    if not all(map(is_, written, params)):
+        for param, copy in zip(map(local, written), params, strict=False):  # code may be older than the counter
             if copy.data_ptr() != param.data_ptr():
                 copy.copy_(param)
             elif copy is not param:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +12,7 @@ from catalog import cases
 from torch import Tensor, nn
 
 import compiled_optim as co
-from compiled_optim.plan import plan as plans
+from compiled_optim.optimizer import engine_of
 from compiled_optim.plan.output_memory import OutputMemory
 from compiled_optim.rule import storage
 from compiled_optim.rule.outputs import SUMS, Outputs
@@ -109,30 +107,27 @@ class _Run:
     """An optimizer all of whose plans have the outputs of ``choice``."""
 
     def __init__(self, case: OutputCase, choice: Outputs) -> None:
-        self._outputs = OutputMemory(choice)
+        self._outputs = OutputMemory(choice, torch.device("cpu"))
         generator = torch.Generator().manual_seed(3)
         values = [torch.randn(n, generator=generator) for n in SIZES]
         values += [torch.randn(70, 64, generator=generator).t(), torch.randn(200, generator=generator)[::2]]
         self.params = [nn.Parameter(_like(v, case.dtype)) for v in values]
-        with self._planning():
-            self.optimizer = case.optimizer(list(self.params), lr=0.01, **case.options)
+        self.optimizer = case.optimizer(list(self.params), lr=0.01, **case.options)
+        engine = engine_of(self.optimizer)
+        engine.outputs = self._outputs
+        engine.changes.outdate("steps have outputs")
 
     def step(self, grads: list[Tensor | None], step: int) -> None:
         for param, grad in zip(self.params, grads, strict=True):
             param.grad = grad
         self.optimizer.max_grad_norm = 0.7 if step == 1 else None
         self.optimizer.found_inf = torch.tensor(float(step == 2))
-        with self._planning():
-            self.optimizer.step()
-
-    def _planning(self) -> contextlib.AbstractContextManager[object]:
-        """Let plans have the outputs."""
-        return mock.patch.object(plans, "Plan", functools.partial(plans.Plan, outputs=self._outputs))
+        self.optimizer.step()
 
     def changed(self, index: int) -> Tensor:
         """The changed bits of a parameter, in the order of its memory."""
         param = self.params[index]
-        words = self._outputs.words(param, param.numel(), param.device)
+        words = self._outputs.words(param)
         bits = (words.view(-1, 1) >> torch.arange(32, dtype=torch.int32)) & 1
         assert not bits.flatten()[param.numel() :].any()
         return bits.flatten()[: param.numel()].bool()

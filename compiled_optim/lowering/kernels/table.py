@@ -332,9 +332,8 @@ def tensor_rows(plan: Plan, positions: Iterable[int]) -> tuple[Tensor, dict[int,
     for i, order in orders.items():
         member = plan.members[i]
         buffers = [member.entries[name].data_ptr() for name in plan.buffers]
-        numel = real_numel(member.param)
-        words = [plan.outputs.words(member.owner, numel, plan.device).data_ptr()] if marks else []
-        columns[i] = [order.target.data_ptr(), numel, i, *buffers, *words]
+        words = [plan.outputs.words(member.owner).data_ptr()] if marks else []
+        columns[i] = [order.target.data_ptr(), real_numel(member.param), i, *buffers, *words]
     return upload(list(zip(*columns, strict=True)), plan.device), orders
 
 

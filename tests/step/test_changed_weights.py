@@ -1,0 +1,352 @@
+"""``opt.changes()`` hands over the elements whose bits differ around any step since the last call, and no others."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import pytest
+import simulated_device
+import torch
+from catalog import registry
+from changed_bits import Expected
+from torch import Tensor, nn
+
+import compiled_optim as co
+from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.rule import storage
+from compiled_optim.simulated.fake_cuda import fake_cuda
+from compiled_optim.simulated.record import recording
+
+
+@dataclass(frozen=True)
+class Case:
+    """An optimizer of parameters in ``dtype``, which others read in the dtype ``served``."""
+
+    optimizer: type[CompiledOptimizer]
+    dtype: torch.dtype
+    served: torch.dtype
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        kinds = (self.optimizer.__name__, self.dtype, self.served, *self.options.values())
+        return "-".join(str(kind).removeprefix("torch.") for kind in kinds)
+
+
+def cases() -> Iterator[Case]:
+    """Every rule in every pair of dtypes, and every form of storage of some."""
+    single, halves = torch.float32, (torch.bfloat16, torch.float16)
+    for kind in registry():
+        if hasattr(kind, "_rule"):
+            yield from (Case(kind, single, half) for half in halves)
+            yield Case(kind, torch.bfloat16, torch.bfloat16)
+    for kind, weights, state in itertools.product((co.AdamW, co.Lion, co.Muon), storage.MODES, (None, "int8")):
+        yield from (Case(kind, half, half, {"weights": weights, "state_dtype": state}) for half in halves)
+    for lowering in ("inductor", "eager"):
+        yield Case(co.AdamW, torch.bfloat16, single, {"lowering": lowering})
+    yield Case(co.AdamW, single, single)
+    yield Case(co.AdamW, torch.float64, torch.float16)
+
+
+FEW = [case for case in cases() if case.optimizer in (co.AdamW, co.Muon, co.SparseAdam)]
+
+
+def parameters(case: Case) -> dict[str, nn.Parameter]:
+    """Within a word of bits and at its ends, of more than a block of a kernel, not contiguous, and with gaps."""
+    generator = torch.Generator().manual_seed(3)
+    values = {"rows": torch.randn(130, 64, generator=generator), "word": torch.randn(1, 64, generator=generator)}
+    values["turned"] = torch.randn(64, 66, generator=generator).t()
+    if not case.options.get("state_dtype") and case.optimizer is not co.SparseAdam:
+        values["gaps"] = torch.randn(8, 66, generator=generator)[:, ::2]
+        values["odd"] = torch.randn(3, 11, generator=generator)
+    if case.options.get("state_dtype") and case.optimizer is co.Muon:
+        del values["turned"]
+    made = {n: torch.empty_strided(v.shape, v.stride(), dtype=case.dtype).copy_(v) for n, v in values.items()}
+    return {name: nn.Parameter(value) for name, value in made.items()}
+
+
+def gradient(param: Tensor, generator: torch.Generator, *, sparse: bool) -> Tensor:
+    """A gradient, of some rows if it is sparse."""
+    grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+    if not sparse:
+        return grad
+    rows = torch.randperm(len(param), generator=generator)[: max(len(param) // 8, 1)]
+    return torch.sparse_coo_tensor(rows[None], grad[rows], param.shape, check_invariants=True)
+
+
+@pytest.mark.parametrize("count", [7, pytest.param(100, marks=pytest.mark.full)])
+@pytest.mark.parametrize(
+    "case", [*FEW, *(pytest.param(c, marks=pytest.mark.full) for c in cases() if c not in FEW)], ids=str
+)
+def test_changes_are_the_elements_that_differ_around_steps(case: Case, count: int) -> None:
+    """With absent gradients, skipped steps, and loads of weights, which change all of their elements."""
+    draw, generator = random.Random(str(case)), torch.Generator().manual_seed(5)
+    with mock.patch.object(storage, "MINIMUM", 32):
+        params = parameters(case)
+        optimizer = case.optimizer(params, lr=1e-3, **case.options)
+        saved = {name: p.detach().clone() for name, p in params.items()}
+        optimizer.track_changes(case.served)
+        expected = Expected(params, case.served)
+        for step in range(count):
+            for param in params.values():
+                is_sparse = case.optimizer is co.SparseAdam
+                param.grad = gradient(param, generator, sparse=is_sparse) if draw.random() < 0.8 else None
+            optimizer.found_inf = torch.tensor(float(step % 5 == 3))
+            expected.around(optimizer.step)
+            if step % 6 == 4:
+                name = draw.choice([*params])
+                with torch.no_grad():
+                    params[name].copy_(saved[name])
+                expected.changed[name].fill_(True)
+            if draw.random() < 0.3 or step == count - 1:
+                expected.check(optimizer.changes())
+
+
+def _tied(kind: type[CompiledOptimizer] = co.AdamW, **options: Any) -> tuple[CompiledOptimizer, nn.Parameter, Expected]:
+    param = nn.Parameter(torch.linspace(-1, 1, 96))
+    optimizer = kind({"w": param}, lr=1e-4, **options)
+    optimizer.track_changes()
+    param.grad = torch.linspace(1, 2, 96)
+    return optimizer, param, Expected({"w": param})
+
+
+def _loads(param: nn.Parameter) -> None:
+    model = nn.ParameterDict({"w": param})
+    model.load_state_dict({"w": param.detach().clone()})
+
+
+def _set(param: nn.Parameter) -> None:
+    with torch.no_grad():
+        param.set_(param.detach().clone())
+
+
+WRITES: dict[str, Callable[[nn.Parameter], object]] = {
+    "copy_": lambda param: param.detach().copy_(param.detach().clone()),
+    "load_state_dict": _loads,
+    "data": lambda param: setattr(param, "data", param.detach().clone()),
+    "set_": _set,
+    "swap_tensors": lambda param: torch.utils.swap_tensors(param, nn.Parameter(param.detach().clone())),
+    "zero_ of a view": lambda param: param.detach()[:5].zero_(),
+    "a foreach operation": lambda param: torch._foreach_mul_([param.detach()], 1.0),
+}
+
+
+@pytest.mark.parametrize("before", [0, 1])
+@pytest.mark.parametrize("after", [0, 1])
+@pytest.mark.parametrize("write", WRITES.values(), ids=WRITES)
+def test_all_of_a_parameter_that_others_write_is_changed(
+    write: Callable[[nn.Parameter], object], before: int, after: int
+) -> None:
+    optimizer, param, _ = _tied()
+    steps = [optimizer.step] * after
+    for _ in range(before):
+        optimizer.step()
+    write(param)
+    param.grad = torch.linspace(1, 2, 96)
+    for step in steps:
+        step()
+    (change,) = optimizer.changes()
+    assert change.indices is None
+    assert torch.equal(change.values, param.detach().bfloat16())
+    assert optimizer.changes() == []
+
+
+def test_a_write_through_data_is_not_seen() -> None:
+    optimizer, param, _ = _tied()
+    param.data.zero_()
+    assert optimizer.changes() == []
+
+
+def test_weights_shown_as_an_average_are_written_by_others_than_a_step() -> None:
+    optimizer, _, expected = _tied(co.AdamWScheduleFree)
+    expected.around(optimizer.step)
+    expected.check(optimizer.changes())
+    optimizer.eval()
+    (change,) = optimizer.changes()
+    assert change.indices is None
+
+
+@dataclass
+class _Way:
+    """One way to take steps."""
+
+    name: str
+    step: Callable[[CompiledOptimizer], Callable[[], object]]
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def _compiled(backend: str) -> Callable[[CompiledOptimizer], Callable[[], object]]:
+    return lambda optimizer: torch.compile(optimizer.step, backend=backend)
+
+
+WAYS = [
+    _Way("called", lambda optimizer: optimizer.step),
+    _Way("compiled by eager", _compiled("eager")),
+    _Way("compiled by aot_eager", _compiled("aot_eager")),
+    _Way("compiled", _compiled("inductor")),
+    _Way("compiled, lowered to lists", _compiled("inductor"), {"lowering": "inductor"}),
+    _Way("compiled, eager", _compiled("aot_eager"), {"lowering": "eager"}),
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
+def test_every_way_to_take_a_step_is_tracked(way: _Way) -> None:
+    """Compiled code counts up versions of parameters after the operator, when no Python of the package runs."""
+    torch._dynamo.reset()
+    params = {"a": nn.Parameter(torch.linspace(-1, 1, 999)), "b": nn.Parameter(torch.linspace(-3, 1, 40).view(8, 5))}
+    optimizer = co.AdamW(params, lr=1e-4, **way.options)
+    optimizer.track_changes()
+    step, expected = way.step(optimizer), Expected(params)
+    for index in range(8):
+        for name, param in params.items():
+            param.grad = torch.full_like(param, 1.0 + index) if name == "a" or index not in (2, 3) else None
+        expected.around(step)
+        if index in (1, 2, 6):
+            expected.check(optimizer.changes())
+        if index == 4:
+            with torch.no_grad():
+                params["b"].mul_(2)
+            expected.changed["b"].fill_(True)
+    expected.check(optimizer.changes())
+
+
+@pytest.mark.parametrize("kind", [co.AdamW, co.Muon])
+def test_steps_in_backward_are_tracked(kind: type[CompiledOptimizer]) -> None:
+    model = nn.Sequential(nn.Linear(8, 33, bias=False), nn.Linear(33, 5, bias=False))
+    optimizer = kind(model.named_parameters(), lr=1e-4)
+    optimizer.track_changes()
+    co.prepare_for_gradient_release(model, optimizer)
+    expected = Expected(dict(model.named_parameters()))
+    for _ in range(3):
+        expected.around(lambda: (model(torch.ones(2, 8)).square().mean().backward(), optimizer.step()))
+    expected.check(optimizer.changes())
+
+
+def test_differentiable_steps_are_tracked() -> None:
+    start = torch.linspace(-1, 1, 96, requires_grad=True)
+    param = start.clone()
+    optimizer = co.SGD({"w": param}, lr=1e-4, differentiable=True)
+    optimizer.track_changes()
+    param.grad = torch.linspace(0, 1, 96)
+    expected = Expected({"w": param})
+    expected.around(optimizer.step)
+    expected.check(optimizer.changes())
+    param.sum().backward()
+    assert start.grad is not None
+
+
+@pytest.mark.parametrize("kind", [co.AdamW, co.Muon])
+def test_replays_are_tracked(kind: type[CompiledOptimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    with simulated_device.simulated_device(monkeypatch):
+        params = {"w": nn.Parameter(torch.linspace(-1, 1, 96).view(8, 12)), "v": nn.Parameter(torch.ones(4, 4))}
+        optimizer = kind(params, lr=1e-4)
+        optimizer.track_changes()
+        runner = co.CUDAGraphRunner(optimizer)
+        expected = Expected(params)
+        for index in range(8):
+            for param in params.values():
+                param.grad = torch.linspace(1, 1.0 + index, param.numel()).view_as(param)
+            expected.around(runner.step)
+            if index == 5:
+                params["v"].detach().mul_(2)
+                expected.changed["v"].fill_(True)
+            if index in (2, 4):
+                expected.check(optimizer.changes())
+        expected.check(optimizer.changes())
+        assert co.compile_report(optimizer).replays
+
+
+REFUSED: dict[str, tuple[Callable[[], CompiledOptimizer], torch.dtype, type[Exception], str]] = {
+    "another 16-bit dtype": (
+        lambda: co.AdamW({"w": nn.Parameter(torch.ones(2, dtype=torch.float16))}),
+        torch.bfloat16,
+        ValueError,
+        "changes of 'w' cannot be tracked: weights in torch.float16 can be served in one of torch.float32, torch.float16",
+    ),
+    "no dtype of weights": (
+        lambda: co.AdamW({"w": nn.Parameter(torch.ones(2))}),
+        torch.int8,
+        ValueError,
+        "changes of 'w' cannot be tracked: weights in torch.float32 can be served in one of .*got torch.int8",
+    ),
+    "complex": (
+        lambda: co.AdamW({"w": nn.Parameter(torch.ones(2, dtype=torch.complex64))}),
+        torch.float32,
+        ValueError,
+        "changes of 'w' cannot be tracked: complex numbers are served in no dtype of real ones",
+    ),
+    "a closure": (
+        lambda: co.LBFGS([nn.Parameter(torch.ones(2))]),
+        torch.float32,
+        NotImplementedError,
+        "LBFGS cannot track changes: its steps need a closure",
+    ),
+}
+
+
+@pytest.mark.parametrize("refused", REFUSED.values(), ids=REFUSED)
+def test_what_cannot_be_tracked_is_refused_by_name(
+    refused: tuple[Callable[[], CompiledOptimizer], torch.dtype, type[Exception], str],
+) -> None:
+    make, dtype, error, words = refused
+    optimizer = make()
+    with pytest.raises(error, match=words):
+        optimizer.track_changes(dtype)
+    (param,) = optimizer.param_groups[0]["params"]
+    param.grad = torch.ones_like(param)
+    optimizer.step(lambda: param.abs().sum())  # as before
+    with pytest.raises(RuntimeError, match=r"changes\(\) returns what steps noted since track_changes\(\)"):
+        optimizer.changes()
+
+
+def test_a_group_that_cannot_be_tracked_is_refused_and_the_others_stay_tracked() -> None:
+    optimizer, _, expected = _tied()
+    with pytest.raises(ValueError, match="changes of 'half' cannot be tracked"):
+        optimizer.add_param_group({"params": {"half": nn.Parameter(torch.ones(2, dtype=torch.float16))}})
+    expected.around(optimizer.step)
+    expected.check(optimizer.changes())
+
+
+def test_tracking_ends() -> None:
+    optimizer, _, _ = _tied()
+    optimizer.track_changes(None)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="was not called"):
+        optimizer.changes()
+
+
+def test_parameters_that_share_memory_see_the_updates_of_each_other() -> None:
+    memory = torch.linspace(-1, 1, 200)
+    params = {"a": nn.Parameter(memory[:150]), "b": nn.Parameter(memory[50:])}
+    with pytest.warns(RuntimeWarning, match="share memory"):
+        optimizer = co.AdamW(params, lr=1e-3)
+    optimizer.track_changes()
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    expected = Expected(params)
+    expected.around(optimizer.step)
+    expected.check(optimizer.changes())
+
+
+def test_steps_wait_for_nothing_and_changes_wait_once() -> None:
+    pytest.importorskip("triton")
+    with fake_cuda(90), recording("cuda") as recorder:
+        params = [torch.zeros(40, 40, device="cuda", requires_grad=True) for _ in range(5)]
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        optimizer = co.AdamW(params)
+        optimizer.step()
+        plain = recorder.take()
+        optimizer.step()
+        plain = recorder.take()
+        optimizer.track_changes()
+        optimizer.step()
+        recorder.take()
+        optimizer.step()
+        tracked = recorder.take()
+        assert [o.name for o in tracked.operators] == [o.name for o in plain.operators]
+        assert [launch.name for launch in tracked.launches] == [launch.name for launch in plain.launches]
