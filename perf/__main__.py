@@ -17,6 +17,7 @@ import torch
 
 from perf import checks, distributed, first_step, gates, loops, results, train, workspaces
 from perf.budget import Deadline
+from perf.changed import measure_changed
 from perf.competitors import FUSED, OURS, PEERS, end_mesh, entered, optimizers
 from perf.compiled_steps import measure_compiled_step, measure_training_step
 from perf.convergence import SEEDS, TASKS, measure_convergence
@@ -116,6 +117,11 @@ def _schedulers(args: argparse.Namespace) -> Measured:
 def _bandwidth(args: argparse.Namespace) -> Measured:
     for workload, dtype in itertools.product(args.workload, args.dtype):
         yield from measure_bandwidth(workload, args.optimizer, args.device, dtype=DTYPES[dtype], rounds=args.rounds)
+
+
+def _changed(args: argparse.Namespace) -> Measured:
+    for workload in args.workload:
+        yield from measure_changed(workload, args.device, rounds=args.rounds, deadline=args.deadline)
 
 
 def _low_memory(args: argparse.Namespace) -> Measured:
@@ -294,6 +300,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     workloads(low, ["gpt2-124m"])
     low.add_argument("--rounds", type=int, default=21)
+
+    changed = command(
+        "changed", _saved(_changed, "tracked changes"), "time steps that track changed weights, and count bytes of changes"
+    )
+    workloads(changed, ["30-million"])
+    changed.add_argument("--rounds", type=int, default=201)
 
     training = command(
         "training-step",

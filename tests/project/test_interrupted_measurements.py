@@ -46,6 +46,7 @@ Taken = tuple[bool, dict[str, list[float]]]
 COMMANDS = {
     "step": ["step", "--rehearse"],
     "low-memory": ["low-memory", "--rehearse"],
+    "changed": ["changed", "--rehearse"],
     "loops": ["loops", "--rehearse"],
     "compiled-step": ["compiled-step", "--rehearse"],
     "training-step": ["training-step", "--rehearse", "--competitors", FUSED],

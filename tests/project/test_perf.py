@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("matplotlib")
 
-from perf import competitors, convergence, gates, host_time, low_memory, measure, report, results, schedulers, turns
+from perf import changed, competitors, convergence, gates, host_time, low_memory, measure, report, results, schedulers, turns
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, PEERS, SPLIT, TORCH_PRODUCTS, Competitor, competitor, entered, optimizers
 from perf.compiled_steps import INLINED, NAMES
@@ -476,6 +476,18 @@ def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
     assert set(table["competitor"]) == {FUSED, *(f"{OURS}[{name}]" for name in low_memory.WAYS)}
     torchs = table[table["competitor"] == FUSED].set_index("metric")["p50"]
     assert (torchs["share of torch's step on float32"], torchs["memory"]) == (1, 16.25)  # 0.25 of it for step counts
+
+
+@pytest.mark.full
+def test_changed_appends_times_and_bytes(tmp_path) -> None:
+    assert main(["changed", "--rehearse", "--results", str(tmp_path)]) == 0
+    table = pd.read_csv(tmp_path / "changed.csv")
+    shares = table[table["metric"] == "share of bytes handed over"]["p50"].tolist()
+    assert shares == sorted(shares)  # more at larger learning rates
+    assert 0 < shares[0] < shares[-1] <= 1
+    timed = table[table["metric"] == "step"]["competitor"]
+    ways = ("plain", "tracked", "plain again")
+    assert set(timed) == {f"{OURS}[{kind}, {way}]" for kind in changed.KINDS for way in ways}
 
 
 @pytest.mark.full

@@ -14,7 +14,7 @@ from readme import PRINTED, RECIPES, ROOT, needed_extra
 from small_training import needs
 
 NUMBER = re.compile(r"\d+\.\d+")
-LONG = {"fsdp2", "low_memory", "kept_step", "whole_step"}
+LONG = {"follow_weights", "fsdp2", "low_memory", "kept_step", "whole_step"}
 """Those that start processes, train for long, or compile a whole training step."""
 
 ALONE = [path for path in RECIPES if path.stem not in LONG and needed_extra(path) != "trainers"]
