@@ -14,7 +14,7 @@ from perf.competitors import OURS, Competitor
 from perf.interrupts import let_in
 from perf.measure import make_gradients, make_params, step_ways
 from perf.results import Row
-from perf.turns import Table, measured
+from perf.turns import Shares, measured
 from perf.workloads import shapes
 
 KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
@@ -54,7 +54,7 @@ def measure_changed(
         yield [Row("changed", workload, "adamw", name, "share of bytes handed over", "ratio", *(share,) * 3, None, STEPS)]
     for kind in KINDS:
         entered = [_competitor(kind, way) for way in ("plain", "tracked", "plain again")]
-        table = Table("changed", workload, "step", reference=f"{OURS}[{kind}, plain]")
+        table = Shares("changed", workload, "step", reference=f"{OURS}[{kind}, plain]", paired="share of the plain step")
         ways = step_ways(shapes(workload), entered, device, "same")
         yield from measured(table, ways, device, rounds=rounds, warmup=3, deadline=deadline)
 

@@ -16,7 +16,7 @@ from perf.convergence import FLOAT32, PRECISIONS
 from perf.interrupts import let_in
 from perf.measure import make_gradients, make_params, step_ways
 from perf.results import Row
-from perf.turns import Samples, Table, measured
+from perf.turns import Shares, measured
 from perf.workloads import elements, shapes
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -40,19 +40,6 @@ def competitors() -> list[Competitor]:
     return [Competitor(FUSED, lambda params: torch.optim.AdamW(params, lr=1e-3, fused=True)), *ours]
 
 
-class _Shares(Table):
-    """Times of steps, and each as a share of torch's in the same round."""
-
-    def together(self, samples: Samples) -> list[Row]:
-        rows = []
-        for name, seconds in samples.items():
-            rows.append(self._row(name, self.metric, "ms", [1e3 * s for s in seconds]))
-            if self.reference in samples:
-                shares = [ours / theirs for ours, theirs in zip(seconds, samples[self.reference], strict=True)]
-                rows.append(self._row(name, "share of torch's step on float32", "ratio", shares))
-        return rows
-
-
 def measure_low_memory(
     workload: str, device: torch.device, *, rounds: int, deadline: Deadline | None = None
 ) -> Iterator[list[Row]]:
@@ -62,7 +49,8 @@ def measure_low_memory(
         with let_in():
             taken = _bytes(c, workload, device) / elements(workload)
         yield [Row("low_memory", workload, "adamw", c.name, "memory", "bytes/parameter", *(taken,) * 3, None, 1)]
-    table = _Shares("low_memory", workload, "step", reference=FUSED)
+    paired = "share of torch's step on float32"
+    table = Shares("low_memory", workload, "step", reference=FUSED, paired=paired)
     ways = step_ways(shapes(workload), entered, device, "fresh")
     yield from measured(table, ways, device, rounds=rounds, warmup=3, deadline=deadline)
 

@@ -73,6 +73,19 @@ class Table:
         return Row(*where, metric, unit, *percentiles(values), ratio, len(values))
 
 
+class Shares(Table):
+    """Rows of times, and of each as a share of the reference's in the same round, called ``paired``."""
+
+    def together(self, samples: Samples) -> list[Row]:
+        rows = []
+        for name, seconds in samples.items():
+            rows.append(self._row(name, self.metric, "ms", [1e3 * s for s in seconds]))
+            if self.reference in samples:
+                shares = [ours / theirs for ours, theirs in zip(seconds, samples[self.reference], strict=True)]
+                rows.append(self._row(name, self.paired, "ratio", shares))
+        return rows
+
+
 def measured(
     table: Table,
     ways: Mapping[str, Callable[[], Call]],

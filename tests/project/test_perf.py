@@ -479,6 +479,7 @@ def test_low_memory_appends_times_and_bytes(tmp_path) -> None:
 
 
 @pytest.mark.full
+@pytest.mark.filterwarnings("ignore:.* applies to no parameter:UserWarning")  # as above
 def test_changed_appends_times_and_bytes(tmp_path) -> None:
     assert main(["changed", "--rehearse", "--results", str(tmp_path)]) == 0
     table = pd.read_csv(tmp_path / "changed.csv")
