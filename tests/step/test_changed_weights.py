@@ -341,7 +341,7 @@ def test_steps_wait_for_nothing_and_changes_wait_once() -> None:
             param.grad = torch.zeros_like(param)
         optimizer = co.AdamW(params)
         optimizer.step()
-        plain = recorder.take()
+        recorder.take()
         optimizer.step()
         plain = recorder.take()
         optimizer.track_changes()
@@ -351,3 +351,8 @@ def test_steps_wait_for_nothing_and_changes_wait_once() -> None:
         tracked = recorder.take()
         assert [o.name for o in tracked.operators] == [o.name for o in plain.operators]
         assert [launch.name for launch in tracked.launches] == [launch.name for launch in plain.launches]
+        with mock.patch.object(Tensor, "tolist", return_value=[3, 0, 1600, 1, 0]) as read:  # the counts
+            changes = optimizer.changes()
+        assert read.call_count == 1
+        assert [None if c.indices is None else len(c.indices) for c in changes] == [3, None, 1]
+        assert not [operator for operator in recorder.take().operators if operator.waits]
