@@ -68,7 +68,15 @@ class CompiledOptimizer(Declared, SavedOptimizer):
             lr / max_lr``. Per group, for optimizers with ``weight_decay``.
         max_lr: the learning rate that ``decouple_lr`` divides by; 0 switches decay off. None is the ``lr`` with which the
             group was made: pass ``max_lr`` if a schedule exceeds that, else decay exceeds ``weight_decay``. torch's
-            OneCycleLR writes its peak here. Only groups with ``decouple_lr`` or a given ``max_lr`` have it.
+            OneCycleLR writes its peak here. Only groups with ``decouple_lr``, ``corrected_weight_decay`` or a given
+            ``max_lr`` have it.
+        corrected_weight_decay: multiply ``weight_decay`` by ``lr / max_lr``, so that decay follows the square of a schedule,
+            as in AdamC (arXiv:2506.02285): ``lr**2 / max_lr * weight_decay`` for ``lr * weight_decay``. Per group, for
+            optimizers with ``weight_decay``; the paper has it for layers whose output is normalized. This argument and the
+            next do not go with decay in the gradient: pass ``decouple_wd=True`` to optimizers that have it.
+        cautious_weight_decay: decay only elements whose value and step, which is subtracted, do not have opposite signs, so
+            that decay never works against the step (arXiv:2510.12402, Algorithm 1). The signs are of the step without
+            decay, and before ``cautious``. Per group, for optimizers with ``weight_decay`` but AdamWScheduleFree.
         cautious: move only elements whose step goes against their gradient, and enlarge their steps to make up for the
             others (arXiv:2411.16085). Per group, for optimizers that work element by element on dense gradients. The real
             and the imaginary part of a complex number are two elements.
@@ -126,6 +134,8 @@ class CompiledOptimizer(Declared, SavedOptimizer):
     decouple_wd: bool | None = added(default=None, kw_only=True)
     decouple_lr: bool = added(default=False, kw_only=True)
     max_lr: Number | None = added(default=None, kw_only=True)
+    corrected_weight_decay: bool = added(default=False, kw_only=True)
+    cautious_weight_decay: bool = added(default=False, kw_only=True)
     cautious: bool = added(default=False, kw_only=True)
     lr_scale: PerParameter | None = added(default=None, kw_only=True)
     stacks: Sequence[str] = added(default=(), kw_only=True)
@@ -158,9 +168,9 @@ class CompiledOptimizer(Declared, SavedOptimizer):
         self.skip_nonfinite = options["skip_nonfinite"]
         defaults, self._engine.groups.tensor_defaults = _as_defaults(type(self), options)
         groups = as_groups(params)
-        for name, when in [(h.name, h.when) for h in self._declaration.hypers if h.when and h.name in defaults]:
-            if not any(group.get(when, options[when]) for group in groups):
-                raise ValueError(f"nothing reads {name} without {when}=True, which no group has")
+        for hyper in [h for h in self._declaration.hypers if h.name in defaults]:
+            if not any(hyper.is_read({**options, **group}) for group in groups):
+                raise ValueError(f"nothing reads {hyper.name} without {hyper.needed}, which no group has")
         self._engine.is_open = True
         super().__init__(cast(ParamsT, groups), defaults)
         self._engine.is_open = False
@@ -435,7 +445,7 @@ class CompiledOptimizer(Declared, SavedOptimizer):
         for index, hypers in fields.items():
             for name, function in ((n, f) for n, f in functions.items() if n in hypers):
                 if function is not None and name not in groups[index]:
-                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].when}=True")
+                    raise ValueError(f"param_groups[{index}] has no {name}; it needs {hypers[name].needed}")
                 if function is not None:
                     groups[index].refuse_fixed(name)
                 schedules.set(index, groups[index], hypers[name], function)

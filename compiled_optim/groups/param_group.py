@@ -99,7 +99,7 @@ class ParamGroup(WatchedDict[str, Any]):
         for key, hyper in self._hypers.items():
             if key not in elements:
                 elements[key] = (0.0,) if hyper.like else hyper.elements(hyper.default, label)
-                entries |= {key} if hyper.like and (hyper.when is None or values.get(hyper.when)) else set()
+                entries |= {key} if hyper.like and hyper.is_read(values) else set()
                 copied += [(key, hyper.like)] if hyper.like else []
             self._indices[key] = range(len(numbers), len(numbers) + hyper.length)
             numbers += elements[key]
@@ -357,7 +357,7 @@ class ParamGroup(WatchedDict[str, Any]):
         is_option = key in self._declaration.structural_entries and not replaces_numbers
         with self._changes.reported(self._written(key)) if is_option else contextlib.nullcontext():
             self.set_quietly(key, value) if taken is None else self._assign(key, taken, is_loaded=is_loaded)
-        for name in (h.name for h in self._hypers.values() if h.when == key and value):
+        for name in (h.name for h in self._hypers.values() if key in h.readers and value):
             self._show(name, new=True)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
@@ -411,14 +411,15 @@ class ParamGroup(WatchedDict[str, Any]):
         """Delete as ``dict.__delitem__``. Raise ``ValueError`` where steps would go on reading the entry."""
         if key == RULE:
             raise ValueError(f"{RULE} of {self.label} cannot be removed")
-        if key in self and (choice := key in self._hypers and self._hypers[key].when) and self.get(choice):
+        readers = self._hypers[key].readers if key in self and key in self._hypers else ()
+        if choice := next((name for name in readers if self.get(name)), None):
             raise ValueError(f"{key} of {self.label} cannot be removed: {choice}=True reads it; set {choice} to False first")
         super().__delitem__(key)
 
 
 def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
     """Return whether ``value`` is not stored as numbers: a choice, or a user's entry while ``hyper``'s option is off."""
-    if hyper.when is None or group.get(hyper.when):
+    if hyper.is_read(group):
         return hyper.choice(value) is not None
     if isinstance(value, Tensor):
         return value.numel() != 1

@@ -86,7 +86,7 @@ class Hyper(Field):
     gt: float | None = -math.inf
     le: float | None = None
     lt: float | None = math.inf
-    when: str | None = None  # the choice with which rules read it; groups have it then, or if the user passed it
+    when: str | tuple[str, ...] | None = None  # a choice with which rules read it; groups have it then, or if a user passed it
     like: str | None = None  # another hyperparameter, whose initial value in a group is the default
     fixed: Callable[[Any], Any] | None = None
 
@@ -94,6 +94,20 @@ class Hyper(Field):
     def is_tuple(self) -> bool:
         """Whether the field is a tuple of numbers (``betas``)."""
         return isinstance(self.default, tuple)
+
+    @functools.cached_property
+    def readers(self) -> tuple[str, ...]:
+        """The choices with any of which rules read it; empty if they always do."""
+        return (self.when,) if isinstance(self.when, str) else self.when or ()
+
+    @property
+    def needed(self) -> str:
+        """The choices of which one must be made, in words: ``decouple_lr=True``."""
+        return " or ".join(f"{name}=True" for name in self.readers)
+
+    def is_read(self, choices: Mapping[str, Any]) -> bool:
+        """Return whether rules may read it under these choices."""
+        return not self.readers or any([choices.get(name) for name in self.readers])
 
     @property
     def length(self) -> int:

@@ -140,7 +140,7 @@ class Declaration:
     @_once
     def present_hypers(self, statics: Mapping[str, Any]) -> tuple[Hyper, ...]:
         """Return the hyperparameters that a rule may read under these static choices."""
-        return tuple(h for h in self.hypers if h.when is None or statics[h.when])
+        return tuple(h for h in self.hypers if h.is_read(statics))
 
     @_once
     def present_buffers(self, statics: Mapping[str, Any]) -> tuple[str, ...]:
@@ -391,6 +391,12 @@ class Rule(Declaration):
         if both := sorted(names[True] & names[False]):
             raise TypeError(f"{self.name}.reduce returns {both[0]} as a total over a tensor, and as something else")
         return frozenset(names[True])
+
+    def reduced_names(self) -> tuple[str, ...]:
+        """Return the attributes of ``c`` that ``reductions`` and ``adapt`` return under any choices."""
+        situations = self._situations() if self.reductions else ()
+        names = dict.fromkeys(name for statics in situations for name in self.number_names(statics)[-1])
+        return tuple(name for name in names if name not in self.coefficient_names())
 
     def has_totals(self, statics: Mapping[str, Any] | None = None) -> bool:
         """Return whether ``reduce`` sums over all parameters under ``statics``; by default, under the declared ones."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from compiled_optim.rule.fields import LR_SCALE, Hyper, Option, Static, check_patterns, is_per_parameter
-from compiled_optim.rule.rule import NUMEL, Rule, Values, by_name, mean
+from compiled_optim.rule.rule import NUMEL, Rule, Values, by_name, mean, number_type
 from compiled_optim.rule.vocabulary import floor, maximum, product, sign, where
 
 PARAM = "param"  # the ``init`` of a buffer that begins as a copy of the parameter
@@ -160,7 +160,11 @@ _WD = Static(default=None, optional=True, kw_only=True, name="decouple_wd")
 _LR = Static(default=False, kw_only=True, name="decouple_lr")
 LARGEST = 5e-3  # as in optimi: the weight decay with decouple_lr above which there is a warning
 DECOUPLED = (_TORCHS, _WD.name)
-_MAX_LR = Hyper(default=None, ge=0, when=_LR.name, like="lr", name="max_lr")
+_CORRECTED = Static(default=False, kw_only=True, name="corrected_weight_decay")
+_CAUTIOUS = Static(default=False, kw_only=True, name="cautious_weight_decay")
+_BY_MAX_LR = (_LR.name, _CORRECTED.name)
+_MAX_LR = Hyper(default=None, ge=0, when=_BY_MAX_LR, like="lr", name="max_lr")
+_KEPT = "undecayed_"  # before the name of a coefficient: its value without weight decay
 
 
 def decay(rule: Rule) -> Rule:
@@ -180,8 +184,7 @@ def decay(rule: Rule) -> Rule:
     def coefficients(values: Values) -> dict[str, Any]:
         weight_decay = values["weight_decay"]
         if values[_LR.name]:
-            zero = values[_MAX_LR.name] == 0
-            weight_decay = where(zero, 0.0, weight_decay / where(zero, 1.0, values[_MAX_LR.name]))
+            weight_decay = _over_max_lr(weight_decay, values)
         numbers = rule.coefficients({**values, "weight_decay": weight_decay})
         return {**numbers, "weight_decay": 1 - values["lr"] * weight_decay} if scales and is_decoupled(values) else numbers
 
@@ -209,10 +212,94 @@ def decay(rule: Rule) -> Rule:
     )
 
 
+def _over_max_lr(number: Any, values: Values) -> Any:
+    """Return ``number / max_lr``, or 0 where ``max_lr`` is 0."""
+    zero = values[_MAX_LR.name] == 0
+    return where(zero, 0.0, number / where(zero, 1.0, values[_MAX_LR.name]))
+
+
+def corrected(rule: Rule) -> Rule:
+    """Return ``rule``, if :func:`decay` changed it, with the choice ``corrected_weight_decay`` (AdamC, arXiv:2506.02285).
+
+    The rule gets ``weight_decay * lr / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. A parameter that loses the
+    share ``lr * weight_decay`` in a step then loses ``lr**2 / max_lr * weight_decay``, as in Algorithm 1 of the paper.
+    """
+    if _MAX_LR not in rule.hypers:
+        return rule
+
+    def coefficients(values: Values) -> dict[str, Any]:
+        if values[_CORRECTED.name]:
+            values = {**values, "weight_decay": values["weight_decay"] * _over_max_lr(values["lr"], values)}
+        return rule.coefficients(values)
+
+    statics, added = (*rule.statics, _CORRECTED), (*rule.added, _CORRECTED.name)
+    return dataclasses.replace(rule, statics=statics, coefficients=coefficients, added=added)
+
+
+def cautiously_decayed(rule: Rule) -> Rule:
+    """Return ``rule``, if it decays, with ``cautious_weight_decay`` (arXiv:2510.12402, Algorithm 1).
+
+    An element then decays only where the rule's step without decay, which is subtracted, and the parameter do not have
+    opposite signs: where ``u * x >= 0``. A :func:`cautious` step is masked after that, and decay does not follow its mask.
+
+    An elementwise rule runs twice: without decay for the signs, then with coefficients that decay only such elements. So its
+    decay may be anywhere, also in its step. Of reductions that depend on decay, results that the step needs for its size
+    count as 1 until they are known, since they do not turn it. A rule on tensors runs once, and must return ``param``
+    decayed and a step without decay. A rule with views is unchanged: its parameter is no place where steps begin.
+    """
+    if "weight_decay" not in {h.name for h in rule.hypers} or rule.views or rule.gradients == "sparse":
+        return rule
+    later = rule.reduced_names()
+
+    def coefficients(values: Values) -> dict[str, Any]:
+        numbers = rule.coefficients(values)
+        if not (values[_CAUTIOUS.name] and rule.is_elementwise):
+            return numbers
+        kept = rule.coefficients({**values, "weight_decay": 0.0})
+        return {**numbers, **{_KEPT + name: n for name, n in kept.items() if n is not numbers[name]}}
+
+    def seen(values: Values) -> Values:
+        """Return the rule's values: with coefficients that decay some elements, and keep others as they are."""
+        if not values[_CAUTIOUS.name]:
+            return values
+        c = values["c"]
+        kept = {name: getattr(c, _KEPT + name) for name in c._fields if hasattr(c, _KEPT + name)}
+        ones = {name: where(values["param"] == 0, 1.0, 1.0) for name in later if not hasattr(c, name)}
+        known = {**c._asdict(), **ones, **kept}
+        falls = _do_not_differ(rule.update({**values, "c": number_type(tuple(known))(**known)}), values)
+        return {**values, "c": c._replace(**{name: where(falls, getattr(c, name), n) for name, n in kept.items()})}
+
+    def update(values: Values) -> dict[str, Any]:
+        returned = rule.update(values)
+        if not values[_CAUTIOUS.name]:
+            return returned
+        return {**returned, "param": where(_do_not_differ(returned, values), returned["param"], values["param"])}
+
+    statics, added = (*rule.statics, _CAUTIOUS), (*rule.added, _CAUTIOUS.name)
+    if rule.is_elementwise:
+        return rule.seeing(seen, statics=statics, coefficients=coefficients, added=added)
+    return dataclasses.replace(rule, statics=statics, update=update, added=added)
+
+
+def _do_not_differ(returned: Values, values: Values) -> Any:
+    """Return whether the signs of the step in ``returned`` and of the parameter do not differ, or one of them is 0."""
+    return sign(returned["step"]) * sign(values["param"]) >= 0
+
+
 def check_decay(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where choices of decay exclude each other; warn where their combination is likely a mistake."""
     if group.get(_TORCHS) and group.get(_WD.name) is False:
         raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
+    in_gradient = not group.keys().isdisjoint(DECOUPLED) and not is_decoupled(group)
+    for name in (_CORRECTED.name, _CAUTIOUS.name) if in_gradient else ():
+        if group.get(name):
+            raise ValueError(f"{name}=True does not go with weight decay in the gradient; pass {_WD.name}=True as well")
+    # A tensor is not read, since that may wait for a device.
+    is_0 = {name: isinstance(n := group.get(name), (int, float)) and n == 0 for name in ("lr", "weight_decay")}
+    dividing = [name for name in _BY_MAX_LR if group.get(name)]
+    if dividing and group.get(_MAX_LR.name) is None and is_0["lr"] and not is_0["weight_decay"]:
+        message = f"weights will not decay: max_lr, which {dividing[0]} divides by, is the group's first lr, 0"
+        warnings.warn(f"{message}; pass the learning rate that a schedule reaches as max_lr", UserWarning, stacklevel=2)
     if not group.get(_LR.name):
         return
     if group.get(_WD.name) is False:
@@ -221,11 +308,6 @@ def check_decay(group: Mapping[str, Any]) -> None:
     if isinstance(wd := group["weight_decay"], (int, float)) and wd > LARGEST:
         message = f"with {_LR.name}=True a step at max_lr takes {wd:g} of a parameter away, whatever the learning rate"
         warnings.warn(f"{message}; usual values of weight_decay are then 1e-6 to 1e-4", UserWarning, stacklevel=2)
-    # A tensor is not read, since that may wait for a device.
-    is_0 = {name: isinstance(n := group.get(name), (int, float)) and n == 0 for name in ("lr", "weight_decay")}
-    if group.get(_MAX_LR.name) is None and is_0["lr"] and not is_0["weight_decay"]:
-        message = "weights will not decay: max_lr, which decouple_lr divides weight_decay by, is the group's first lr, 0"
-        warnings.warn(f"{message}; pass the learning rate that a schedule reaches as max_lr", UserWarning, stacklevel=2)
 
 
 def is_decoupled(choices: Mapping[str, Any]) -> bool:

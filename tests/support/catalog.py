@@ -213,7 +213,8 @@ def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
     if "decouple_lr" in optimizer._all_fields:
         choices = {name: True for name in ("decouple_wd", "decouple_lr") if name in optimizer._all_fields}
         choices |= {"decouple_wd": False} if optimizer.__name__ == "Ranger" else {}
-        far = [*far, {**far[1], **choices, "max_lr": 0.2}]
+        masked = {name: True for name in ("decouple_wd", "cautious_weight_decay") if name in optimizer._all_fields}
+        far = [*far, {**far[1], **choices, "max_lr": 0.2}, {**far[1], **masked, "corrected_weight_decay": True, "max_lr": 0.2}]
     return [Case(optimizer, tuple(kwargs.items())) for kwargs in far]
 
 
