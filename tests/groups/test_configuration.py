@@ -107,7 +107,7 @@ def test_numpy_numbers_are_kept_as_pythons(kind, name):
     number = next(n for n in (1, 0, 0.5, -1, -0.5) if least <= n <= most and (n or hyper.when is None))
     for scalar in SCALARS if number in (0, 1) else [np.float64, np.float32, np.array]:
         for way in WAYS:
-            more = {hyper.when: True} if hyper.when else {name: 0.5} if name == "momentum" else {}
+            more = dict.fromkeys(hyper.readers[:1], True) if hyper.readers else {name: 0.5} if name == "momentum" else {}
             opt = made(kind, way, name, scalar(number), **more)
             kept = opt.param_groups[0][name]
             assert kept == number, (scalar, way, kept)

@@ -4,7 +4,8 @@ A module per optimizer, named as its class in lower case, with two functions of 
 ``step`` changes state and parameter in place. ``h`` holds the hyperparameters and choices by name, ``t`` counts the tensor's
 steps from 1 on. The module of an optimizer that torch.optim lacks also has ``FAR``: arguments to try it with, far from its
 defaults, since with those a formula that misplaces a decay passes unnoticed. A module that has ``KEEPS`` passes its steps
-through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them. One that names ``SHARED`` entries of
+through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them. One whose decay cannot be told from its
+step afterwards multiplies it by ``h.decays(step, param)``: 1 where elements decay, else 0. One that names ``SHARED`` entries of
 the state has ``share``: it is called before the steps, with all that take one, the first group, and ``h.shared``, a dict.
 """
 
@@ -59,6 +60,7 @@ class Naive(torch.optim.Optimizer):
         for group in self.param_groups:
             h = SimpleNamespace(**{**group, "maximize": group.get("maximize", False)}, shared=self.shared)
             h.keep = _cautious_part if group.get("cautious") else lambda step, grad: step
+            h.decays = (lambda step, x: 1.0 * (step * x >= 0)) if group.get("cautious_weight_decay") else lambda step, x: 1.0
             for param in group["params"]:
                 if param.grad is None:
                     continue

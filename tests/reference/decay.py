@@ -15,6 +15,8 @@ from reference.cautious import _decay
 
 IN_GRADIENT = "ASGD Adadelta Adagrad Adam Adamax NAdam RAdam RMSprop SGD"
 """The optimizers whose torch.optim adds decay to the gradient."""
+_MASKS = "LAMB Ranger"
+"""The optimizers whose naive references themselves decay only some elements."""
 
 
 def decoupled(make: Callable[..., torch.optim.Optimizer], name: str) -> Callable[..., torch.optim.Optimizer]:
@@ -63,8 +65,8 @@ def decoupled(make: Callable[..., torch.optim.Optimizer], name: str) -> Callable
         @torch.no_grad()
         def step() -> None:
             """Where the step without decay and the parameter have opposite signs, take the results without decay."""
-            groups = [g for g in optimizer.param_groups if g["cautious_weight_decay"] and name != "LAMB"]
-            params = [(g, p) for g in groups for p in g["params"] if p.grad is not None]
+            groups = [g for g in optimizer.param_groups if g["cautious_weight_decay"] and name not in _MASKS.split()]
+            params = [(g, p) for g in groups for p in g["params"]]  # also those without a gradient share numbers
             if not params:
                 return decay()
             before = [_snapshot(optimizer, p) for _, p in params]
@@ -73,18 +75,20 @@ def decoupled(make: Callable[..., torch.optim.Optimizer], name: str) -> Callable
                 group["weight_decay"] = 0.0
             plain()
             kept = [_snapshot(optimizer, p) for _, p in params]
+            # What a plain step of ASGD multiplies with, by a number of its own, is no part of the step.
+            shares = [_decay(name, g, s) if name == "ASGD" else 1.0 for (g, _), (_, s) in zip(params, before, strict=True)]
             for group, weight_decay in zip(groups, asked, strict=True):
                 group["weight_decay"] = weight_decay
             for (_, param), (value, state) in zip(params, before, strict=True):
                 param.copy_(value)
-                optimizer.state[param] = state
+                optimizer.state.pop(param, None)
+                optimizer.state.update({param: state} if state else {})
             vars(optimizer).get("shared", {}).clear()  # a naive reference reads it from the state
             decay()
-            for (group, param), (old, old_state), (new, state) in zip(params, before, kept, strict=True):
-                factor = _decay(name, group, old_state) if name == "ASGD" else 1.0  # which its own number decays besides
-                falls = _real(old * factor - new) * _real(old) >= 0
-                for target, without in ((param, new), *((v, state[k]) for k, v in optimizer.state[param].items())):
-                    if isinstance(target, Tensor) and target.shape == param.shape:
+            for (_, param), (old, _), (new, state), share in zip(params, before, kept, shares, strict=True):
+                falls = _real(old * share - new) * _real(old) >= 0
+                for target, without in ((param, new), *((v, state[k]) for k, v in optimizer.state.get(param, {}).items())):
+                    if isinstance(target, Tensor) and (target.shape, target.dtype) == (param.shape, param.dtype):
                         _real(target).copy_(torch.where(falls, _real(target), _real(without)))
 
         optimizer.step = step  # type: ignore[method-assign]
@@ -95,7 +99,7 @@ def decoupled(make: Callable[..., torch.optim.Optimizer], name: str) -> Callable
 
 def _snapshot(optimizer: torch.optim.Optimizer, param: Tensor) -> tuple[Tensor, dict[str, Any]]:
     """A copy of a parameter and of its state."""
-    state = optimizer.state[param].items()
+    state = optimizer.state.get(param, {}).items()
     return param.detach().clone(), {k: v.clone() if isinstance(v, Tensor) else v for k, v in state}
 
 

@@ -23,8 +23,7 @@ def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], t: int, h: Any) 
         state[name].copy_(beta * state[name] + (1 - beta) * value)
     mean, square = (state[name] / (1 - beta**t) for name, beta in zip(("exp_avg", "exp_avg_sq"), h.betas, strict=True))
     direction = mean / (square.sqrt() + h.eps)
-    falls = direction * param >= 0 if getattr(h, "cautious_weight_decay", False) else 1.0
-    direction = direction + falls * h.weight_decay * param
+    direction = direction + h.decays(direction, param) * h.weight_decay * param
     lengths = param.norm().item(), direction.norm().item()
     trust = lengths[0] / lengths[1] if all(lengths) else 1.0
     param.sub_(h.keep(h.lr * trust * direction, grad))

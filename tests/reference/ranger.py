@@ -24,9 +24,7 @@ def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], t: int, h: Any) 
     given = grad
     if t == 1:
         state["la_param"].copy_(param)
-    if h.decouple_wd:
-        param.mul_(1 - h.lr * h.weight_decay)
-    else:
+    if not h.decouple_wd:
         grad = grad + h.weight_decay * param
     for name, beta, value in (("exp_avg", h.betas[0], grad), ("exp_avg_sq", h.betas[1], grad**2)):
         state[name].copy_(beta * state[name] + (1 - beta) * value)
@@ -38,6 +36,8 @@ def step(param: Tensor, grad: Tensor, state: dict[str, Tensor], t: int, h: Any) 
     if length > 5:
         ratio = (length - 4) * (length - 2) * longest / ((longest - 4) * (longest - 2) * length)
         move = move * math.sqrt(ratio) / (square.sqrt() + h.eps)
+    if h.decouple_wd:
+        param.mul_(1 - h.decays(move, param) * h.lr * h.weight_decay)
     param.sub_(h.keep(move, given))
     if math.floor(t / h.k) > math.floor((t - 1) / h.k):
         state["la_param"].add_(h.alpha * (param - state["la_param"]))
