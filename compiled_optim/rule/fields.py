@@ -86,7 +86,7 @@ class Hyper(Field):
     gt: float | None = -math.inf
     le: float | None = None
     lt: float | None = math.inf
-    when: str | tuple[str, ...] | None = None  # a choice with which rules read it; groups have it then, or if a user passed it
+    when: str | tuple[str, ...] | None = None  # choices with which rules read it; groups have it then, or if it is passed
     like: str | None = None  # another hyperparameter, whose initial value in a group is the default
     fixed: Callable[[Any], Any] | None = None
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from compiled_optim.rule.fields import LR_SCALE, Hyper, Option, Static, check_patterns, is_per_parameter
 from compiled_optim.rule.rule import NUMEL, Rule, Values, by_name, mean, number_type
+from compiled_optim.rule.symbols import NotWritable
 from compiled_optim.rule.vocabulary import floor, maximum, product, sign, where
 
 PARAM = "param"  # the ``init`` of a buffer that begins as a copy of the parameter
@@ -221,8 +222,8 @@ def _over_max_lr(number: Any, values: Values) -> Any:
 def corrected(rule: Rule) -> Rule:
     """Return ``rule``, if :func:`decay` changed it, with the choice ``corrected_weight_decay`` (AdamC, arXiv:2506.02285).
 
-    The rule gets ``weight_decay * lr / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. A parameter that loses the
-    share ``lr * weight_decay`` in a step then loses ``lr**2 / max_lr * weight_decay``, as in Algorithm 1 of the paper.
+    The rule gets ``weight_decay * lr / max_lr`` for ``weight_decay``, and 0 where ``max_lr`` is 0. A parameter that loses
+    the share ``lr * weight_decay`` in a step then loses ``lr**2 / max_lr * weight_decay``.
     """
     if _MAX_LR not in rule.hypers:
         return rule
@@ -243,9 +244,9 @@ def cautiously_decayed(rule: Rule) -> Rule:
     opposite signs: where ``u * x >= 0``. A :func:`cautious` step is masked after that, and decay does not follow its mask.
 
     An elementwise rule runs twice: without decay for the signs, then with coefficients that decay only such elements. So its
-    decay may be anywhere, also in its step. Of reductions that depend on decay, results that the step needs for its size
-    count as 1 until they are known, since they do not turn it. A rule on tensors runs once, and must return ``param``
-    decayed and a step without decay. A rule with views is unchanged: its parameter is no place where steps begin.
+    decay may be anywhere, also in its step. Reductions may depend on decay. Their results count as 1 until they are known:
+    they may scale a step, but not turn it. A rule on tensors runs once, and must return ``param`` decayed and a step without
+    decay. A rule with views is unchanged: its parameter is no place where steps begin.
     """
     if "weight_decay" not in {h.name for h in rule.hypers} or rule.views or rule.gradients == "sparse":
         return rule
@@ -273,9 +274,11 @@ def cautiously_decayed(rule: Rule) -> Rule:
         returned = rule.update(values)
         if not values[_CAUTIOUS.name]:
             return returned
+        if "param" not in returned:
+            raise NotWritable(f"returns no param, which {_CAUTIOUS.name} needs to be decayed apart from the step")
         return {**returned, "param": where(_do_not_differ(returned, values), returned["param"], values["param"])}
 
-    statics, added = (*rule.statics, _CAUTIOUS), (*rule.added, _CAUTIOUS.name)
+    statics, added = (*rule.statics, _CAUTIOUS), (_CAUTIOUS.name, *rule.added)  # not last: no check is with it
     if rule.is_elementwise:
         return rule.seeing(seen, statics=statics, coefficients=coefficients, added=added)
     return dataclasses.replace(rule, statics=statics, update=update, added=added)

@@ -23,6 +23,8 @@ TAKEN: dict[str, Any] = {
     "adam_wd": True,
     "adjust_lr_fn": "spectral_unclamped",
     "cautious": True,
+    "cautious_weight_decay": True,
+    "corrected_weight_decay": True,
     "decouple_lr": True,
     "decouple_wd": True,
     "decoupled_weight_decay": True,
@@ -83,6 +85,8 @@ def made(kind: type[CompiledOptimizer], name: str = "", **kwargs: Any) -> tuple[
     shapes = [(6, 4)] if kind._granularity == "matrix" or kind in COMBINED else [(6, 4, 3), (5,)]
     params = [nn.Parameter(torch.linspace(-1, 1, torch.Size(s).numel()).view(s).to(dtype)) for s in shapes]
     momentum = {"momentum": 0.6} if kind is co.SGD else {}  # for nesterov
+    apart = name in ("cautious_weight_decay", "corrected_weight_decay") and "decouple_wd" in kind._all_fields
+    momentum |= {"decouple_wd": True, "weight_decay": 0.3} if apart else {}
     arguments = {**required(kind), **momentum, **({"max_lr": 0.3} if kwargs.get("decouple_lr") else {}), **kwargs}
     named = {f"w.{i}": param for i, param in enumerate(params)}
     if kind is co.LBFGS:
@@ -341,7 +345,7 @@ def test_what_takes_no_state_begins_anew_under_an_option_that_reshapes_it(left_o
     assert torch.equal(target[0], twins[0])
 
 
-@pytest.mark.parametrize("option", ["cautious", "decouple_lr"])
+@pytest.mark.parametrize("option", ["cautious", "cautious_weight_decay", "corrected_weight_decay", "decouple_lr"])
 def test_options_go_through_torchs_distributed_state_dicts(option: str) -> None:
     models = [nn.Linear(3, 2, bias=False) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())

@@ -233,8 +233,9 @@ def _assigned(key: str, value: Any) -> None:
     optimizer.step()
 
 
+NEEDED = "decouple_lr=True or corrected_weight_decay=True"
 MISTAKES: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
-    "unread": (lambda: made(max_lr=0.1), ValueError, "nothing reads max_lr without decouple_lr=True or corrected_weight_decay=True, which no group has"),
+    "unread": (lambda: made(max_lr=0.1), ValueError, f"nothing reads max_lr without {NEEDED}, which no group has"),
     "below 0": (lambda: made(decouple_lr=True, max_lr=-1), ValueError, "Invalid max_lr value: -1 .* must be >= 0"),
     "no number": (lambda: made(decouple_lr=True, max_lr="1"), TypeError, "the argument max_lr must be a number"),
     "assigned below 0": (lambda: _assigned("max_lr", -1.0), ValueError, r"max_lr of param_groups\[0\] must be >= 0"),

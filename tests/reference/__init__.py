@@ -5,8 +5,8 @@ A module per optimizer, named as its class in lower case, with two functions of 
 steps from 1 on. The module of an optimizer that torch.optim lacks also has ``FAR``: arguments to try it with, far from its
 defaults, since with those a formula that misplaces a decay passes unnoticed. A module that has ``KEEPS`` passes its steps
 through ``h.keep(step, grad)``, which is what a cautious optimizer leaves of them. One whose decay cannot be told from its
-step afterwards multiplies it by ``h.decays(step, param)``: 1 where elements decay, else 0. One that names ``SHARED`` entries of
-the state has ``share``: it is called before the steps, with all that take one, the first group, and ``h.shared``, a dict.
+step afterwards multiplies it by ``h.decays(step, param)``: 1 where elements decay, else 0. One that names ``SHARED`` entries
+of the state has ``share``: it is called before the steps, with all that take one, the first group, and ``h.shared``, a dict.
 """
 
 from __future__ import annotations

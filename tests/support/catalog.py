@@ -204,7 +204,8 @@ def required(optimizer: type[CompiledOptimizer]) -> dict[str, float]:
 def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
     """All configurations of a rule: from here, or from the module of its reference.
 
-    The second one is there twice more where the rule can have it so: cautiously, and with decay apart from all else.
+    The second one is there three times more where the rule can have it so: cautiously, with decay apart from all else, and
+    with decay of some elements by the square of the rate.
     """
     known = {**_FAR, **_STACKED}
     far = known.get(optimizer.__name__) or naive_module(optimizer).FAR
@@ -213,8 +214,9 @@ def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
     if "decouple_lr" in optimizer._all_fields:
         choices = {name: True for name in ("decouple_wd", "decouple_lr") if name in optimizer._all_fields}
         choices |= {"decouple_wd": False} if optimizer.__name__ == "Ranger" else {}
-        masked = {name: True for name in ("decouple_wd", "cautious_weight_decay") if name in optimizer._all_fields}
-        far = [*far, {**far[1], **choices, "max_lr": 0.2}, {**far[1], **masked, "corrected_weight_decay": True, "max_lr": 0.2}]
+        some = {name: True for name in ("decouple_wd", "cautious_weight_decay") if name in optimizer._all_fields}
+        some |= {"corrected_weight_decay": True}
+        far = [*far, *({**far[1], **chosen, "max_lr": 0.2} for chosen in (choices, some))]
     return [Case(optimizer, tuple(kwargs.items())) for kwargs in far]
 
 

@@ -91,6 +91,9 @@ _SMALLEST = {"weights": "split8", "state_dtype": "int8"}
 CASES |= {
     "AdamW amsgrad": Case(co.AdamW, {**_ADAMW, **_SMALLEST, "amsgrad": True, "maximize": True}),
     "AdamW cautious": Case(co.AdamW, {**_ADAMW, **_SMALLEST, "cautious": True}),
+    "AdamW decays some": Case(
+        co.AdamW, {**_ADAMW, **_SMALLEST, "cautious_weight_decay": True, "corrected_weight_decay": True, "max_lr": 0.2}
+    ),
     "AdamW float16 split8": Case(co.AdamW, {**_ADAMW, **_SMALLEST}, torch.float16),
     "AdamW float16 split16": Case(co.AdamW, {**_ADAMW, "weights": "split16"}, torch.float16),
     "AdamW float16 stochastic": Case(co.AdamW, {**_ADAMW, "weights": "stochastic", "rounding_seed": 7}, torch.float16),
