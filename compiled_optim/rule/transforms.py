@@ -275,9 +275,7 @@ def cautiously_decayed(rule: Rule) -> Rule:
         if not values[_CAUTIOUS.name]:
             return returned
         if returned.get("param", values["param"]) is values["param"]:
-            raise NotWritable(
-                f"{rule.name}.update returns no decayed param; {_CAUTIOUS.name} is for decay apart from the step"
-            )
+            raise NotWritable(f"returns no decayed param; {_CAUTIOUS.name} is for decay apart from the step")
         return {**returned, "param": where(_do_not_differ(returned, values), returned["param"], values["param"])}
 
     statics, added = (*rule.statics, _CAUTIOUS), (_CAUTIOUS.name, *rule.added)  # not last: no check is with it

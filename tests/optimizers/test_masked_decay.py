@@ -239,12 +239,12 @@ class InStep(co.CompiledOptimizer, granularity="tensor"):
         return dict(step=c.lr * (grad + c.weight_decay * param))
 
 
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize("lowering", ["eager", "inductor"])
 def test_a_rule_on_tensors_that_decays_in_its_step(lowering: str) -> None:
     param = Parameter(torch.ones(2))
     param.grad = torch.ones(2)
     InStep([param], lr=0.1, weight_decay=0.5, lowering=lowering).step()
-    with pytest.raises(TypeError, match=r"InStep\.update returns no decayed param; cautious_weight_decay is for"):
+    with pytest.raises(TypeError, match="returns no decayed param; cautious_weight_decay is for"):
         InStep([param], lr=0.1, cautious_weight_decay=True, lowering=lowering).step()
 
 
