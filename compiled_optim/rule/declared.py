@@ -17,18 +17,7 @@ from compiled_optim.rule.did_you_mean import hint, misspelled
 from compiled_optim.rule.fields import LR_SCALE, Buffer, Fact, Field, Hyper, Option, Scalar, Static
 from compiled_optim.rule.rule import Decays, Declaration, GradientKind, Granularity, Rule, by_name
 from compiled_optim.rule.storage import stored
-from compiled_optim.rule.transforms import (
-    PARAM,
-    Accumulation,
-    cautious,
-    cautiously_decayed,
-    corrected,
-    decay,
-    in_parts,
-    lr_scaled,
-    started,
-    summed,
-)
+from compiled_optim.rule.transforms import PARAM, TRANSFORMS, Accumulation, started, summed
 
 _MEANINGS = {
     "coefficients": "Return the numbers for an update, made of step and hyperparameters, once for each tensor and step.",
@@ -60,15 +49,7 @@ class Declared:
     _body: ClassVar[dict[str, Field]] = {}  # by name, those in the body of the class
     _declared: ClassVar[dict[str, Field]] = {}  # by name, those in the bodies of the class and its bases
     _all_fields: ClassVar[dict[str, Field]] = {}  # by name, those declared and those that transforms add
-    _transforms: ClassVar[tuple[Callable[[Rule], Rule], ...]] = (  # in turn
-        decay,
-        corrected,
-        cautiously_decayed,
-        cautious,
-        lr_scaled,
-        in_parts,
-        stored,
-    )
+    _transforms: ClassVar[tuple[Callable[[Rule], Rule], ...]] = (*TRANSFORMS, stored)  # in turn
     _declaration: ClassVar[Declaration]
     _rule: ClassVar[Rule]  # the declaration, where it has an update
     _view_rules: ClassVar[Mapping[str, Rule]] = {}  # by view, the rule whose step converts to it

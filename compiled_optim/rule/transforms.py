@@ -389,6 +389,10 @@ def _sizes(
     return next((sizes for sizes in matches if len(sizes) > 1), None)
 
 
+TRANSFORMS = (decay, corrected, cautiously_decayed, cautious, lr_scaled, in_parts)
+"""What makes the rule of an optimizer of its declaration, in turn."""
+
+
 GOES_ON, STAYS = 0.25, 0.5
 """Fractions added to a parameter's step count before a gradient that is not the first, or not the last, of its step."""
 

@@ -49,12 +49,12 @@ def decoupled(make: Callable[..., torch.optim.Optimizer], name: str) -> Callable
             asked = [group["weight_decay"] for group in optimizer.param_groups]
             for group, weight_decay in zip(optimizer.param_groups, asked, strict=True):
                 lr, max_lr = float(group["lr"]), float(group["max_lr"])
-                if group["decouple_lr"]:
+                if group.get("decouple_lr"):
                     weight_decay = weight_decay / max_lr if max_lr else 0.0
-                if group["corrected_weight_decay"]:
+                if group.get("corrected_weight_decay"):
                     weight_decay = weight_decay * lr / max_lr if max_lr else 0.0
                 group["weight_decay"] = weight_decay
-                if outside and (group["decouple_lr"] if group["decouple_wd"] is None else group["decouple_wd"]):
+                if outside and (group.get("decouple_lr") if group.get("decouple_wd") is None else group.get("decouple_wd")):
                     group["weight_decay"] = 0.0
                     for param in (p for p in group["params"] if p.grad is not None):
                         param.mul_(1 - lr * weight_decay)
@@ -65,7 +65,7 @@ def decoupled(make: Callable[..., torch.optim.Optimizer], name: str) -> Callable
         @torch.no_grad()
         def step() -> None:
             """Where the step without decay and the parameter have opposite signs, take the results without decay."""
-            groups = [g for g in optimizer.param_groups if g["cautious_weight_decay"] and name not in _MASKS.split()]
+            groups = [g for g in optimizer.param_groups if g.get("cautious_weight_decay") and name not in _MASKS.split()]
             params = [(g, p) for g in groups for p in g["params"]]  # also those without a gradient share numbers
             if not params:
                 return decay()
