@@ -146,7 +146,7 @@ def test_compiled_steps_are_the_same(kind: type[co.CompiledOptimizer]) -> None:
         for side, run in zip(sides, runs, strict=True):
             side.param_groups[0]["lr"] = rate(10 * step)
             run()
-    # A matrix of two rows more or less than another is of other products in bfloat16, by the lowering.
+    # Lowerings add up products in bfloat16 in another order, which turns the sign of a small element of a step.
     assert max(relative_error(p, made[0]) for p in made[1:]) < (2e-2 if kind is co.Muon else 1e-13)
 
 

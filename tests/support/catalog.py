@@ -214,12 +214,11 @@ def configurations(optimizer: type[CompiledOptimizer]) -> list[Case]:
     if "decouple_lr" in optimizer._all_fields:
         choices = {name: True for name in ("decouple_wd", "decouple_lr") if name in optimizer._all_fields}
         choices |= {"decouple_wd": False} if optimizer.__name__ == "Ranger" else {}
-        signed = (
-            ["cautious_weight_decay"] if optimizer._granularity != "matrix" else []
-        )  # products in bfloat16 have no signs
-        some = {name: True for name in ("decouple_wd", *signed) if name in optimizer._all_fields}
-        some |= {"corrected_weight_decay": True}
-        far = [*far, *({**far[1], **chosen, "max_lr": 0.2} for chosen in (choices, some))]
+        chosen = ["decouple_wd", "corrected_weight_decay"]
+        if optimizer._granularity != "matrix":  # whose products in bfloat16 leave the signs of small elements open
+            chosen.append("cautious_weight_decay")
+        some = {name: True for name in chosen if name in optimizer._all_fields}
+        far = [*far, *({**far[1], **apart, "max_lr": 0.2} for apart in (choices, some))]
     return [Case(optimizer, tuple(kwargs.items())) for kwargs in far]
 
 
