@@ -97,12 +97,12 @@ class Hyper(Field):
 
     @functools.cached_property
     def readers(self) -> tuple[str, ...]:
-        """The choices with any of which rules read it; empty if they always do."""
+        """The choices that make rules read it, each by itself; empty if they always do."""
         return (self.when,) if isinstance(self.when, str) else self.when or ()
 
     @property
     def needed(self) -> str:
-        """The choices of which one must be made, in words: ``decouple_lr=True``."""
+        """The choices that make rules read it, in words: ``decouple_lr=True``."""
         return " or ".join(f"{name}=True" for name in self.readers)
 
     def is_read(self, choices: Mapping[str, Any]) -> bool:

@@ -390,7 +390,7 @@ def _sizes(
 
 
 TRANSFORMS = (decay, corrected, cautiously_decayed, cautious, lr_scaled, in_parts)
-"""What makes the rule of an optimizer of its declaration, in turn."""
+"""The functions that make an optimizer's rule of its declaration, in turn."""
 
 
 GOES_ON, STAYS = 0.25, 0.5
