@@ -168,7 +168,7 @@ class CompiledOptimizer(Declared, SavedOptimizer):
         self.skip_nonfinite = options["skip_nonfinite"]
         defaults, self._engine.groups.tensor_defaults = _as_defaults(type(self), options)
         groups = as_groups(params)
-        for hyper in [h for h in self._declaration.hypers if h.name in defaults]:
+        for hyper in [h for h in self._declaration.hypers if h.when and h.name in defaults]:
             if not any(hyper.is_read({**options, **group}) for group in groups):
                 raise ValueError(f"nothing reads {hyper.name} without {hyper.needed}, which no group has")
         self._engine.is_open = True

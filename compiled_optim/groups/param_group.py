@@ -357,7 +357,7 @@ class ParamGroup(WatchedDict[str, Any]):
         is_option = key in self._declaration.structural_entries and not replaces_numbers
         with self._changes.reported(self._written(key)) if is_option else contextlib.nullcontext():
             self.set_quietly(key, value) if taken is None else self._assign(key, taken, is_loaded=is_loaded)
-        for name in (h.name for h in self._hypers.values() if key in h.readers and value):
+        for name in (h.name for h in self._hypers.values() if value and key in h.readers):
             self._show(name, new=True)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:
@@ -419,7 +419,7 @@ class ParamGroup(WatchedDict[str, Any]):
 
 def is_stored_as_is(hyper: Hyper, value: Any, group: Mapping[str, Any]) -> bool:
     """Return whether ``value`` is not stored as numbers: a choice, or a user's entry while ``hyper``'s option is off."""
-    if hyper.is_read(group):
+    if not hyper.when or hyper.is_read(group):
         return hyper.choice(value) is not None
     if isinstance(value, Tensor):
         return value.numel() != 1

@@ -291,19 +291,25 @@ def _do_not_differ(returned: Values, values: Values) -> Any:
 
 def check_decay(group: Mapping[str, Any]) -> None:
     """Raise ``ValueError`` where choices of decay exclude each other; warn where their combination is likely a mistake."""
-    if group.get(_TORCHS) and group.get(_WD.name) is False:
+    if group.get(_WD.name) is False and group.get(_TORCHS):
         raise ValueError(f"{_WD.name}=False does not go with {_TORCHS}=True")
-    in_gradient = not group.keys().isdisjoint(DECOUPLED) and not is_decoupled(group)
-    for name in (_CORRECTED.name, _CAUTIOUS.name) if in_gradient else ():
-        if group.get(name):
-            raise ValueError(f"{name}=True does not go with weight decay in the gradient; pass {_WD.name}=True as well")
+    by_lr, by_square = group.get(_LR.name), group.get(_CORRECTED.name)
+    if (
+        (chosen := by_square or group.get(_CAUTIOUS.name))
+        and not group.keys().isdisjoint(DECOUPLED)
+        and not is_decoupled(group)
+    ):
+        name = (_CORRECTED if by_square else _CAUTIOUS).name
+        raise ValueError(f"{name}={chosen} does not go with weight decay in the gradient; pass {_WD.name}=True as well")
+    if not (by_lr or by_square):
+        return
     # A tensor is not read, since that may wait for a device.
     is_0 = {name: isinstance(n := group.get(name), (int, float)) and n == 0 for name in ("lr", "weight_decay")}
-    dividing = [name for name in _BY_MAX_LR if group.get(name)]
-    if dividing and group.get(_MAX_LR.name) is None and is_0["lr"] and not is_0["weight_decay"]:
-        message = f"weights will not decay: max_lr, which {dividing[0]} divides by, is the group's first lr, 0"
+    if group.get(_MAX_LR.name) is None and is_0["lr"] and not is_0["weight_decay"]:
+        reader = (_LR if by_lr else _CORRECTED).name
+        message = f"weights will not decay: max_lr, which {reader} divides by, is the group's first lr, 0"
         warnings.warn(f"{message}; pass the learning rate that a schedule reaches as max_lr", UserWarning, stacklevel=2)
-    if not group.get(_LR.name):
+    if not by_lr:
         return
     if group.get(_WD.name) is False:
         message = f"{_WD.name}=False with {_LR.name}=True adds weight_decay / max_lr times the parameter to the gradient"
