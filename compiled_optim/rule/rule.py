@@ -133,8 +133,9 @@ class Declaration:
 
     def choices(self, entries: Mapping[str, Any], loaded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Return a group's choices, once it has ``loaded`` entries too: static ones, and of ``hyper(fixed=...)`` or None."""
-        sources = [(s, loaded if s.name in loaded else entries) for s in self.statics]
-        statics = {s.name: source[s.name] if s.name in source else s.default for s, source in sources}
+        statics = {s.name: s.default for s in self.statics}
+        for given in (entries, loaded):
+            statics |= {name: given[name] for name in statics if name in given}
         fixed = [h for h in self.hypers if h.fixed]
         return statics | {h.name: h.choice((loaded if h.name in loaded else entries).get(h.name)) for h in fixed}
 

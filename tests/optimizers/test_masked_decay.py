@@ -152,6 +152,7 @@ def test_compiled_steps_are_the_same(kind: type[co.CompiledOptimizer]) -> None:
 
 @pytest.mark.parametrize("kind", ruled(), ids=lambda c: c.__name__)
 def test_without_the_choices_the_code_is_the_same(kind: type[co.CompiledOptimizer]) -> None:
+    """With them it has no stage more, each of which is a launch."""
     others = tuple(t for t in kind._transforms if t not in (corrected, cautiously_decayed))
     less = type(kind.__name__, (kind,), {"_transforms": others})._rule
     for chosen in ({}, {"decouple_wd": True}, {"decouple_lr": True}):
@@ -159,6 +160,8 @@ def test_without_the_choices_the_code_is_the_same(kind: type[co.CompiledOptimize
             statics = {**next(less._situations()), **chosen, "cautious": False}
             off = {"cautious_weight_decay": False, "corrected_weight_decay": False}
             assert less.written_in_full(statics, PLAIN) == kind._rule.written_in_full({**statics, **off}, PLAIN)
+            on = dict.fromkeys(off, True)
+            assert kind._rule.stages({**statics, **on}).keys() == less.stages(statics).keys()
 
 
 def test_signs_are_of_the_step_before_caution() -> None:
