@@ -127,7 +127,7 @@ BUDGET = {
     "optimizers": 2061,
     "plan": 1232,
     "reports": 942,
-    "rule": 3188,
+    "rule": 3196,
     "simulated": 755,
     "step": 1656,
 }
