@@ -412,3 +412,10 @@ def test_a_value_is_checked_before_it_is_computed_with(spoil: Callable[[Any, Any
     saved = copy.deepcopy(theirs.state_dict())
     spoil(saved["param_groups"][0], saved["state"][1])
     refuses(trained(co.AdamW), saved, message)
+
+
+@pytest.mark.parametrize("choice", ["cautious_weight_decay", "corrected_weight_decay"])
+def test_optimi_decays_all_elements_by_the_rate(choice: str) -> None:
+    optimizer = co.AdamW([torch.nn.Parameter(torch.ones(2))], **{choice: True})
+    with pytest.raises(ValueError, match=f"{choice}.* has no counterpart in optimi"):
+        co.optimi_state_dict(optimizer)

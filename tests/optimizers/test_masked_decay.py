@@ -238,11 +238,6 @@ class TestRefusals:
         with pytest.raises(TypeError, match=rf"{name}\(\) got an unexpected keyword argument '{choice}'"):
             getattr(co, name)([Parameter(torch.ones(2, 2))], **{choice: True})
 
-    def test_optimi_lacks_it(self, choice: str) -> None:
-        optimizer = co.AdamW([Parameter(torch.ones(2))], **{choice: True})
-        with pytest.raises(ValueError, match=f"{choice}.* has no counterpart in optimi"):
-            co.optimi_state_dict(optimizer)
-
 
 class InStep(co.CompiledOptimizer, granularity="tensor"):
     """A toy that decays in its step, where nothing tells decay and step apart."""
