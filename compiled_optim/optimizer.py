@@ -90,9 +90,10 @@ class CompiledOptimizer(Declared, SavedOptimizer):
             projection, each part is updated by itself: ``{"*qkv*": 3}`` means three equal parts, and ``{"*qkv*": (768, 256,
             256)}`` parts of so many rows. ``{"*q_proj*": 12}`` is for twelve heads.
         weights: how the state stores the bits that bfloat16 and float16 parameters lack, per group. None rounds the
-            parameters, as torch.optim does. ``"kahan"`` stores a compensation of the same dtype, ``"split8"`` and
-            ``"split16"`` a remainder (24 or 32 bits with the parameter's), ``"master"`` a float32 copy. ``"stochastic"``
-            stores nothing and rounds at random, without bias. Parameters of other dtypes must be in ``exclude``. This
+            parameters, as torch.optim does; the first step warns of those that then will not move. ``"kahan"`` stores a
+            compensation of the same dtype, ``"split8"`` and ``"split16"`` a remainder (24 or 32 bits with the parameter's),
+            ``"master"`` a float32 copy. ``"stochastic"`` stores nothing and rounds at random, without bias. Parameters of
+            other dtypes must be in ``exclude``, but for ``"auto"``, which is ``"kahan"`` for 16-bit ones alone. This
             argument and the next four are for optimizers that work element by element or on matrices.
         kahan_sum: optimi's name: True and None are ``weights="kahan"`` for 16-bit parameters. False does not change
             ``weights``.

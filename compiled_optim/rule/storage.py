@@ -22,8 +22,10 @@ from compiled_optim.rule.fields import Buffer, Option, check_patterns
 from compiled_optim.rule.rule import EXACT, INDEX, Rule, Values
 from compiled_optim.rule.vocabulary import where
 
-Weights: TypeAlias = Literal["kahan", "stochastic", "split8", "split16", "master"]
-MODES: tuple[Weights, ...] = get_args(Weights)
+AUTO = "auto"
+Weights: TypeAlias = Literal["auto", "kahan", "stochastic", "split8", "split16", "master"]
+MODES: tuple[Weights, ...] = get_args(Weights)[1:]
+"""The modes in which a parameter can be stored; ``"auto"`` chooses one of them, or none."""
 REMAINDER_BITS = {"split8": 8, "split16": 16}
 ROUNDED = ("stochastic", "kahan", "split8")
 """The modes that round by numbers of each step, so that steps of any size add up."""
@@ -218,7 +220,7 @@ def parts_beside(param: Any, value: Any, mode: str, dtype: str) -> dict[str, Any
 
 
 def _suits_weights(value: Any, param: Tensor) -> bool:
-    return param.dtype in HALVES and (value == "master" or param.numel() >= MINIMUM)
+    return value == AUTO or (param.dtype in HALVES and (value == "master" or param.numel() >= MINIMUM))
 
 
 def _suits_state(value: Any, param: Tensor) -> bool:
@@ -226,9 +228,9 @@ def _suits_state(value: Any, param: Tensor) -> bool:
 
 
 def _check_weights(value: Any, what: str) -> None:
-    if value is not None and value not in MODES:
-        near = hint(value, MODES) if isinstance(value, str) else ""
-        raise ValueError(f"{what} must be None or one of {', '.join(map(repr, MODES))}, got {value!r}{near}")
+    if value is not None and value not in get_args(Weights):
+        near = hint(value, get_args(Weights)) if isinstance(value, str) else ""
+        raise ValueError(f"{what} must be None or one of {', '.join(map(repr, get_args(Weights)))}, got {value!r}{near}")
 
 
 def _check_seed(value: Any, what: str) -> None:
@@ -282,6 +284,8 @@ def _is_excluded(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor) 
 
 def _weights(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str) -> tuple[str, str] | None:
     mode, kahan_sum = group.get("weights"), group.get("kahan_sum", False)
+    if mode == AUTO:  # as True for optimi's name of it
+        mode, kahan_sum = None, kahan_sum is False or kahan_sum
     if mode not in (None, "kahan") and kahan_sum is not False:
         raise ValueError(f"kahan_sum={kahan_sum} of {where} does not go with weights={mode!r}")
     half = HALVES.get(param.dtype)
