@@ -224,10 +224,10 @@ class CompilationLog:
         """Record that something runs uncompiled, and warn about it once per reason."""
         if reason not in self.fallbacks:
             self.fallbacks[reason] = advice
-            warnings.warn(f"compiled_optim: {reason}; {advice}", RuntimeWarning, stacklevel=_users_level())
+            warnings.warn(f"compiled_optim: {reason}; {advice}", RuntimeWarning, stacklevel=users_level())
 
 
-def _users_level() -> int:
+def users_level() -> int:
     """Return the ``stacklevel``, for a warning of the caller's, of the line that called this package, past wrappers."""
     frame, level = inspect.currentframe(), 0
     assert frame is not None

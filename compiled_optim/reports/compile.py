@@ -17,7 +17,7 @@ from compiled_optim.memory.cache import cache_directory
 from compiled_optim.memory.layout import has_memory
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.plan.compilations import Compilation, CompilationLog
-from compiled_optim.reports.finding import Finding
+from compiled_optim.reports.finding import Finding, too_small
 from compiled_optim.step.rule_step import RuleStep
 
 _LOCATE = "to find the line of your code that causes it, run the loop under `with co.no_recompiles():`"
@@ -43,9 +43,10 @@ class CompileReport:
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
         construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
         moved_steps: the number of steps with gradients at new addresses, mostly since ``zero_grad`` had freed them.
-        findings: named as follows. ``"idle"``: steps were taken, and none changed a parameter. ``"slower"``: something takes
-            longer than it could, such as a part that runs uncompiled. ``"recompiled"`` and ``"captured again"``: a cause of
-            compilations after the first step, or of captures that replaced a stale graph.
+        findings: named as follows. ``"too small"``: the first step warned that 16-bit parameters will not move. ``"idle"``:
+            steps were taken, and none changed a parameter. ``"slower"``: something takes longer than it could, such as a
+            part that runs uncompiled. ``"recompiled"`` and ``"captured again"``: a cause of compilations after the first
+            step, or of captures that replaced a stale graph.
     """
 
     optimizer: str
@@ -91,6 +92,7 @@ class CompileReport:
     def __str__(self) -> str:
         names = {finding.name for finding in self.findings}
         verdicts = {
+            "Weights will not move: see below.": "too small" in names,
             "Nothing was updated: see below.": "idle" in names,
             "Slower than it could be: see below.": "slower" in names,
             "Compiled again after the first step: see below.": "recompiled" in names,
@@ -107,6 +109,7 @@ class CompileReport:
         until = " until the process ends" * (Path(self.cache).name != "compiled_optim")  # a temporary directory
         lines = {
             f"{self.optimizer}: {self.lowering} lowering, {self.steps} step{'s' * (self.steps != 1)}. {verdict}": True,
+            **self._lines("too small"),
             **self._lines("idle"),
             f"  {self.construction:.2f} s of compiling at construction": self.construction >= 0.1,
             f"  kernels: {kernels} in {self.seconds - self.construction:.2f} s": bool(kernels),
@@ -131,7 +134,8 @@ class CompileReport:
     def _lines(self, name: str) -> dict[str, bool]:
         """Return a line for each finding of this name, without the advice that repetitions share."""
         named = (finding for finding in self.findings if finding.name == name)
-        return {f"  {name}: {each.evidence if each.advice == _LOCATE else each.said}": True for each in named}
+        whose = {each: f"{first_three(each.params)}: " if each.params else "" for each in named}
+        return {f"  {name}: {of}{f.evidence if f.advice == _LOCATE else f.said}": True for f, of in whose.items()}
 
     def _origin(self, kernel: str) -> str:
         compilations = [c for c in self.compilations if c.kernel == kernel]
@@ -174,7 +178,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         str(cache_directory()),
         log.construction,
         log.moved_steps,
-        tuple(findings_of(log, is_idle=is_idle)),
+        (*too_small(engine.trial), *findings_of(log, is_idle=is_idle)),
     )
 
 

@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.numbers import send
-from compiled_optim.lowering.select import Totals, lower
 from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.layout import MemoryOrder, as_real, flat
 from compiled_optim.memory.torch_internals import outside_dynamo, outside_inference_mode
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
-from compiled_optim.plan.clipping import Clipping
-from compiled_optim.plan.compilations import CompilationLog
-from compiled_optim.plan.output_memory import NO_OUTPUTS
 from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.reports.finding import Finding
 from compiled_optim.rule.formats import GROUP
-from compiled_optim.rule.storage import HALVES, INT8, ROUNDED, code_name, scale_name
-from compiled_optim.state import ParamState, decoded, weight
+from compiled_optim.rule.storage import ROUNDED
 from compiled_optim.step.rule_step import step_with_rule
+from compiled_optim.step.trial import decoded_buffers, remedy, taken
 
-_CHOICES = ("weights", "state_dtype")  # of the storage of weights and state
+_MODES = "'split8', 'kahan' or 'stochastic'"  # of weights=
 _STAYS = (
     "at lr {lr:.3g}, {share:.0%} of it does not move: a weight of {weight:.2g} needs a step of {needed:.2g}, and gets "
     "{available:.2g}"
@@ -95,8 +90,8 @@ def _report(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
             if share := _uneven(plan, member, grad):
                 evidence, advice = _UNEVEN.format(share=share), "choose state_dtype=torch.bfloat16, or name it in exclude="
                 uneven.append(Finding("uneven", (member.name,), evidence, advice, {"share": share}))
-            before, after = (as_real(t) for t in _next(plan, member, grad))
-            step = (after - before).abs()
+            ((before, step),) = ([as_real(t) for t in pair] for pair in taken(plan, [member], [grad]))
+            step = step.abs()
             moved = (step > 0) & step.isfinite()
             if not moved.any():
                 continue
@@ -109,7 +104,7 @@ def _report(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
                 figures = {"share": share, "lr": float(member.groups[member.group]["lr"])}
                 figures |= {name: size[stuck].median().item() for name, size in sizes.items()}
                 evidence = _STAYS.format(**figures)
-                too_small.append(Finding("too small", (member.name,), evidence, _remedy(plan, member), figures))
+                too_small.append(Finding("too small", (member.name,), evidence, remedy(plan, member, _MODES), figures))
     too_small.sort(key=lambda each: -each.figures["needed"] / each.figures["available"])
     return NumericsReport(optimizer, tuple(checked), (*too_small, *uneven))
 
@@ -119,46 +114,13 @@ def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:
     if not plan.rule.grouped_buffers(plan.statics):
         return 0.0
     sizes = grad.detach().abs().float()
-    for name, moment in _buffers(plan, member, plan.statics):
+    for name, moment in decoded_buffers(plan, member, plan.statics):
         if any(b.name == name and b.int8 == "signed" for b in plan.rule.buffers):
             sizes = sizes.maximum(moment.abs())
     vector = flat(MemoryOrder(member.param).arranged(sizes))
     groups = torch.nn.functional.pad(vector, (0, -len(vector) % GROUP)).view(-1, GROUP)  # zeros, which do not count
     half = torch.where(groups > 0, groups, torch.nan).nanmedian(1).values  # of nonzero elements
     return (half * 10 < groups.amax(1)).double().mean().item()
-
-
-def _next(plan: Plan, member: Member, grad: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the parameter with all its bits before and after its next step, which is neither clipped nor rounded."""
-    param, weights = member.param.detach(), plan.statics.get("weights")
-    before = _wide(param if weights is None else weight(param, member.entries, *weights))
-    copy = before.clone()
-    statics = {name: choice for name, choice in plan.statics.items() if name not in _CHOICES}
-    entries = {name: entry.clone() for name, entry in member.entries.items() if name not in plan.buffers}
-    entries |= dict(_buffers(plan, member, statics))
-    shadow = Member(copy, member.groups, member.group, member.index, ParamState(entries), tuple(entries), member.numbers)
-    shadows = Plan(plan.rule, statics, [shadow], lambda _: grad)
-    shadows.read([grad], state=False, keep_alive=True)  # an error where a step would raise one
-    clipping = Clipping(plan.device)
-    lowering = lower(shadows, "eager", clipping, CompilationLog(), NO_OUTPUTS, False)
-    lowering.compile()
-    shadows.reread([grad])
-    lowering.prepare([grad])
-    Totals([lowering], clipping).launch() if plan.rule.has_totals(plan.statics) else lowering.launch()
-    lowering.finish()
-    return before, copy
-
-
-def _buffers(plan: Plan, member: Member, statics: dict[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names of the rule's own buffers, and the buffers, decoded."""
-    codes = {name for name, dtype in plan.statics.get("state_dtype", ()) if dtype == INT8}
-    for name in plan.rule.present_buffers(statics):
-        entry = member.entries[code_name(name) if name in codes else name]
-        yield name, _wide(decoded(entry, member.entries[scale_name(name)]) if name in codes else entry)
-
-
-def _wide(tensor: Tensor) -> Tensor:
-    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64, copy=True)
 
 
 def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
@@ -169,10 +131,3 @@ def _half_unit(value: Tensor, plan: Plan, member: Member) -> Tensor:
     stored = torch.finfo(torch.float32 if mode else member.param.dtype)
     power = torch.frexp(value.abs().clamp(min=torch.finfo(member.param.dtype).smallest_normal)).exponent - 1
     return torch.ldexp(torch.full_like(value, stored.eps / 2), power)
-
-
-def _remedy(plan: Plan, member: Member) -> str:
-    if member.param.dtype not in HALVES or "weights" in plan.statics:
-        return "use a larger lr: the weights already have all bits of float32"
-    is_elementwise = plan.rule.granularity == "element" and plan.rule.gradients == "dense"
-    return "use weights='split8', 'kahan' or 'stochastic'" if is_elementwise else "keep it in float32"

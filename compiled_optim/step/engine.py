@@ -43,6 +43,7 @@ from compiled_optim.rule.declared import Declared, no_hyperparameter
 from compiled_optim.rule.fields import built_in
 from compiled_optim.state import OptimizerState, ParamState
 from compiled_optim.step.step import AccumulatedSteps, Gradients, Step
+from compiled_optim.step.trial import Trial
 
 MakeStep: TypeAlias = Callable[["Engine", Callable[[Tensor], Tensor | None]], Step]
 Launcher: TypeAlias = Callable[[Step, Callable[[], Any] | None], Any]
@@ -116,6 +117,7 @@ class Engine:
         self.log = CompilationLog()
         self.takes_sparse = kind._gradients == "sparse"  # whether some parameters have sparse gradients
         self.outputs = NO_OUTPUTS  # of the end of updates
+        self.trial = Trial()
         self.is_watching = False  # whether steps record changes of a few elements of each parameter
         self._read_by_graphs: list[object] = []  # memory of steps in graphs that users captured: never freed
         self.replace_state({})
@@ -348,16 +350,21 @@ class Engine:
         """Update the parameters, without hooks, in one thread at a time; see :meth:`prepare` and :meth:`Step.launch`."""
         with self.lock:
             if self.release is not None:
-                return self.release(grads)
+                self.release(grads)
+                return self.trial.end() if self.trial.is_open else None
             if self.accumulated.was_on:
                 step = self.current()
                 if self.launcher is not None and step.refusal:
                     raise ValueError(step.refusal)
                 present = list(map(gradient, step.params)) if grads is None else grads
-                return self.update(self.accumulated.with_zeros(step.params, present), goes_on=False)
+                self.update(self.accumulated.with_zeros(step.params, present), goes_on=False)
+                return self.trial.end() if self.trial.is_open else None
             step = self.prepare(grads)
             loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
             self.finish(step)
+            if self.trial.is_open and grads is None and self.launcher is None:  # else compiled code or a graph has it
+                self.trial.look(step.plans, gradient, self.clipping, self.schedules)
+                self.trial.end()
         return loss
 
     def run_in_graph(self, grads: Gradients) -> None:
@@ -390,6 +397,9 @@ class Engine:
             with self.accumulated.launching(step.params, grads, self.state):
                 step.launch_part()
             self.finish(step, counts=not (goes_on or self.accumulated.is_on))
+            if self.trial.is_open and not self.accumulated.is_on:
+                grad_of = dict(zip(map(id, step.params), grads, strict=True))
+                self.trial.look(step.plans, lambda param: grad_of[id(param)], self.clipping, self.schedules)
 
     def prepare(self, grads: Gradients = None) -> Step:
         """Do the host's part of a step, and return the step. Nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.

@@ -52,7 +52,7 @@ class RuleStep(Step):
         engine.accumulated.check(groups)
         rules = {kind: engine.accumulated.rule(kind) for kind in engine.groups.kinds}
         with engine.state.kept_after_errors():
-            plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
+            self.plans = plans = partition([rules[group.kind] for group in groups], groups, engine.state, grad_of)
         self.devices = tuple(dict.fromkeys(plan.device for plan in plans))
         if plans:
             if engine.clipping.device != plans[0].device:

@@ -16,6 +16,7 @@ from compiled_optim.groups.changes import Changes
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.lowering.inlined import InlinedStep
 from compiled_optim.memory.torch_internals import Captures
+from compiled_optim.plan.plan import Plan
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.rule import Rule
 from compiled_optim.rule.transforms import GOES_ON, STAYS, accumulating
@@ -44,6 +45,7 @@ class Step:
 
     name: str  # in reports
     devices: tuple[torch.device, ...]  # where the work is done
+    plans: Sequence[Plan] = ()  # the parameters that a rule updates
     only_whole = ""  # why a graph can hold only a function that steps, not `launch` alone; empty if it can
 
     def __init__(self, kind: type[Declared], groups: Sequence[ParamGroup], changes: Changes) -> None:

@@ -38,7 +38,7 @@ class Looks:
     def __init__(self, plan: Plan, clipping: Clipping, table: Tensor, index: Tensor) -> None:
         self._clipping, self._table, self._index = clipping, table, index[:1]
         self._weights = [_weight(member).detach() for member in plan.members]
-        self._samples = [_sample(weight, weight) for weight in self._weights]
+        self._samples = [sample(weight, weight) for weight in self._weights]
         self._quantities = table.new_zeros(table.shape[1:])
         self._blocks = table.new_zeros(5, len(self._samples), ELEMENTS)  # their norms are the first quantities
         self._before, self._after, self._grads = (
@@ -53,7 +53,7 @@ class Looks:
     def see_gradients(self, grads: Sequence[Tensor | None]) -> None:
         """Read the gradients that the next step takes, one for each member of the plan."""
         sources = [
-            self._absent[: row.numel()] if grad is None or grad.is_sparse else _sample(grad, weight)
+            self._absent[: row.numel()] if grad is None or grad.is_sparse else sample(grad, weight)
             for row, weight, grad in zip(self._grads, self._weights, grads, strict=True)
         ]
         torch._foreach_copy_(self._grads, sources)
@@ -92,11 +92,11 @@ class KernelLooks:
         rows = []
         for member, group, grad_dtype in zip(plan.members, plan.group_index, plan.grad_dtypes, strict=True):
             weight, grad = _weight(member).detach(), grad_dtype.to_real()
-            sample = _sample(weight, weight)
-            start = (sample.data_ptr() - weight.data_ptr()) // sample.element_size()
+            taken = sample(weight, weight)
+            start = (taken.data_ptr() - weight.data_ptr()) // taken.element_size()
             rate = len(NAMES) + group * len(hypers) + hypers.index("lr") if "lr" in hypers else -1
-            form = sample.numel(), sample.stride(0), start * grad.itemsize, *map(KINDS.index, (sample.dtype, grad))
-            rows.append([sample.data_ptr(), *form, rate])
+            form = taken.numel(), taken.stride(0), start * grad.itemsize, *map(KINDS.index, (taken.dtype, grad))
+            rows.append([taken.data_ptr(), *form, rate])
         self._samples, self._before = upload(rows, table.device), table.new_empty(len(rows), ELEMENTS)
         self._notes: dict[int, tuple[Launch, Sequence[Tensor]]] = {}
         self._on_device = coefficients.on_device
@@ -180,7 +180,7 @@ class Watch:
     def elements(self, column: int) -> int:
         """Return how many elements of a parameter steps read."""
         member = self.plan.members[column]
-        return _sample(member.param, _weight(member)).numel()
+        return sample(member.param, _weight(member)).numel()
 
 
 def zero_moments(member: Member, plan: Plan) -> str:
@@ -203,19 +203,22 @@ def _weight(member: Member) -> Tensor:
     return member.entries.get("master_param", member.param)
 
 
-def _sample(tensor: Tensor, weight: Tensor) -> Tensor:
-    """Return a view of up to :data:`ELEMENTS` numbers from the middle of ``tensor``, at the same indices as of ``weight``.
+def sample(tensor: Tensor, weight: Tensor, elements: int = ELEMENTS, *, spread: bool = False) -> Tensor:
+    """Return a view of up to ``elements`` numbers of ``tensor``, at the same indices as of ``weight``.
 
-    For a tensor in another order of memory than the weight, or for a conjugate, it may be a copy.
+    They are from the middle, or ``spread`` over all where the weight is contiguous. For a tensor in another order of memory
+    than the weight, or for a conjugate, it may be a copy.
     """
     real = as_real(tensor.resolve_conj())
     if weight.is_contiguous():
         real = real.contiguous()
-        start = max(0, (real.numel() - ELEMENTS) // 2)
-        return real.as_strided((min(real.numel(), ELEMENTS),), (1,), real.storage_offset() + start)
+        count = min(real.numel(), elements)
+        stride = max(1, real.numel() // elements) if spread else 1
+        start = max(0, real.numel() - count * stride) // 2
+        return real.as_strided((count,), (stride,), real.storage_offset() + start)
     while real.dim() > 1:
         real = real.select(0, real.shape[0] // 2)
-    return real[:ELEMENTS]
+    return real[:elements]
 
 
 def _bit_sum(member: Member) -> Tensor:
