@@ -134,7 +134,7 @@ class CompileReport:
     def _lines(self, name: str) -> dict[str, bool]:
         """Return a line for each finding of this name, without the advice that repetitions share."""
         named = (finding for finding in self.findings if finding.name == name)
-        whose = {each: f"{first_three(each.params)}: " if each.params else "" for each in named}
+        whose = {each: f"{first_few(each.params)}: " if each.params else "" for each in named}
         return {f"  {name}: {of}{f.evidence if f.advice == _LOCATE else f.said}": True for f, of in whose.items()}
 
     def _origin(self, kernel: str) -> str:

@@ -13,7 +13,20 @@ from torch.distributed.tensor import DTensor
 
 pytest.importorskip("matplotlib")
 
-from perf import changed, competitors, convergence, gates, host_time, low_memory, measure, report, results, schedulers, turns
+from perf import (
+    changed,
+    competitors,
+    convergence,
+    gates,
+    host_time,
+    low_memory,
+    measure,
+    movement,
+    report,
+    results,
+    schedulers,
+    turns,
+)
 from perf.__main__ import main
 from perf.competitors import FUSED, OURS, PEERS, SPLIT, TORCH_PRODUCTS, Competitor, competitor, entered, optimizers
 from perf.compiled_steps import INLINED, NAMES
@@ -514,6 +527,17 @@ def test_hybrid_tunes_both_sides_and_draws(tmp_path) -> None:
     assert set(table["competitor"]) == {"AdamW", "MuonAdamW"}
     assert set(table["metric"]) == {"tuning, lr 0.008", "final loss", "learning rate"}
     assert (tmp_path / "hybrid.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_movement_counts_what_each_package_moves(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr("sys.argv", ["movement", "--steps", "3", "--rates", "1e-6", "1e-3", "--results", str(tmp_path)])
+    movement.main()
+    table = results.read(tmp_path / "movement.csv").set_index(["competitor", "workload", "metric"])["p50"]
+    assert {name for name, *_ in table.index} == {*movement.WAYS}
+    assert max(table[:, "matrix, 3 steps", "share moved, lr 1e-06"]) < 0.05
+    assert min(table[:, "matrix, 3 steps", "share moved, lr 1e-03"]) > 0.9
+    norms = {name: table[name, "norm, 3 steps", "share moved, lr 1e-03"] for name in movement.WAYS}
+    assert norms["torch"] == norms[OURS] == 0 < norms[f"{OURS}[auto]"]
 
 
 @pytest.mark.full

@@ -197,6 +197,7 @@ ELSEWHERE = {
     "python tools/recipes/schedules.py": "likewise",
     "tools/run": "test_demo.py",
     "python tests/data/make.py NAME": "test_stored_versions.py",
+    "python -m perf.movement": "test_perf.py",
     "perf/gpu tests": "test_on_gpu.py",
     "perf/gpu timings": "test_on_gpu.py",
     "perf/gpu compiled": "test_on_gpu.py",
