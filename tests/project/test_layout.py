@@ -116,7 +116,7 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2763,
+    "": 2764,
     "capture": 1135,
     "checkpoint": 1268,
     "cli": 1189,
@@ -127,9 +127,9 @@ BUDGET = {
     "optimizers": 2061,
     "plan": 1232,
     "reports": 942,
-    "rule": 3196,
+    "rule": 3200,
     "simulated": 755,
-    "step": 1656,
+    "step": 1911,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
