@@ -99,19 +99,25 @@ IN_FOUR["a model"] = model
 
 
 @pytest.fixture(scope="module")
-def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("outcomes")
+def of_two(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("two")
     two_processes.run(IN_TWO, request, directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def of_four(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("four")
     two_processes.run(IN_FOUR, request, directory, 4)
     return directory
 
 
 @pytest.mark.parametrize("check", IN_TWO)
-def test_in_two_processes(check: str, outcomes: Path) -> None:
-    two_processes.passed(check, outcomes)
+def test_in_two_processes(check: str, of_two: Path) -> None:
+    two_processes.passed(check, of_two)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("check", IN_FOUR)
-def test_in_four_processes(check: str, outcomes: Path) -> None:
-    two_processes.passed(check, outcomes, 4)
+def test_in_four_processes(check: str, of_four: Path) -> None:
+    two_processes.passed(check, of_four, 4)
