@@ -363,8 +363,8 @@ class CompiledOptimizer(Declared, SavedOptimizer):
     def track_changes(self, dtype: torch.dtype | None = torch.bfloat16) -> None:
         """Let further steps note which weights they change, for :meth:`changes`: one bit per weight.
 
-        A weight is changed where its bits differ before and after a step, in the dtype in which others read it. What an
-        optimizer stores of a 16-bit weight in its state is not part of it. Skipped steps change nothing.
+        A weight is changed where its bits differ before and after a step, in the dtype in which others read it. Bits of a
+        16-bit weight that are in the optimizer's state do not count. Skipped steps change nothing.
 
         Updates of elementwise rules note it in the kernel that writes the weights. Other steps compare copies of the weights
         before and after. In a function that you compile, a tracked step is a custom operator. Graphs are captured again.
@@ -413,9 +413,9 @@ class CompiledOptimizer(Declared, SavedOptimizer):
                 raise RuntimeError("changes() returns what steps noted since track_changes(), which was not called")
             if any(map(is_capturing, step.devices)):
                 raise RuntimeError("a CUDA graph is being captured, and changes() waits for the device; call it outside")
-            found = changed_weights(engine.groups.listed, engine.outputs)
+            changed = changed_weights(engine.groups.listed, engine.outputs)
             engine.outputs.clear()
-            return found
+            return changed
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.

@@ -1,4 +1,4 @@
-"""What tracking changed weights costs, and how much is changed: :func:`measure_changed`."""
+"""Times of steps that track changed weights, and the bytes of changes: :func:`measure_changed`."""
 
 from __future__ import annotations
 

@@ -125,8 +125,8 @@ class OutputMemory:
     def sums(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sums of ``params``, float64 of shape (sums, params), of the last step that updated each; 0 before."""
         sums = torch.stack([self._of[id(param)].sums.to(device) for param in params], dim=1)
-        for param, own in zip(params, sums.unbind(1), strict=True):
-            self._of[id(param)].sums = own
+        for param, of_param in zip(params, sums.unbind(1), strict=True):
+            self._of[id(param)].sums = of_param
         return sums
 
     def read(self, param: Tensor) -> dict[str, Tensor]:

@@ -134,8 +134,8 @@ class Declaration:
     def choices(self, entries: Mapping[str, Any], loaded: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
         """Return a group's choices, once it has ``loaded`` entries too: static ones, and of ``hyper(fixed=...)`` or None."""
         statics = {s.name: s.default for s in self.statics}
-        for given in (entries, loaded):
-            statics |= {name: given[name] for name in statics if name in given}
+        for values in (entries, loaded):
+            statics |= {name: values[name] for name in statics if name in values}
         fixed = [h for h in self.hypers if h.fixed]
         return statics | {h.name: h.choice((loaded if h.name in loaded else entries).get(h.name)) for h in fixed}
 

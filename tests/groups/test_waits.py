@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 import compiled_optim as co
@@ -312,3 +313,26 @@ def test_numerics_are_checked_with_a_number_that_waits(monkeypatch: pytest.Monke
     optimizer.param_groups[0]["lr"] = 1e-6
     (found,) = co.check_numerics(optimizer).findings
     assert found.figures["available"] == pytest.approx(1e-6)
+
+
+def test_tracked_steps_wait_for_nothing_and_changes_wait_once(recorder: Record) -> None:
+    params = [torch.zeros(40, 40, device="cuda", requires_grad=True) for _ in range(5)]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    optimizer = co.AdamW(params)
+    optimizer.step()
+    recorder.take()
+    optimizer.step()
+    plain = recorder.take()
+    optimizer.track_changes()
+    optimizer.step()
+    recorder.take()
+    optimizer.step()
+    tracked = recorder.take()
+    assert [o.name for o in tracked.operators] == [o.name for o in plain.operators]
+    assert [launch.name for launch in tracked.launches] == [launch.name for launch in plain.launches]
+    with mock.patch.object(FakeTensor, "tolist", return_value=[3, 0, 1600, 1, 0]) as read:  # the counts
+        changes = optimizer.changes()
+    assert read.call_count == 1
+    assert [None if c.indices is None else len(c.indices) for c in changes] == [3, None, 1]
+    assert not [operator for operator in recorder.take().operators if operator.waits]

@@ -17,7 +17,7 @@ from torch.testing._internal.common_optimizers import optim_db
 
 import compiled_optim as co
 from compiled_optim.optimizers.lbfgs.history import direction, new_state, record
-from compiled_optim.optimizers.lbfgs.line_search import CURVATURE, SUFFICIENT_DECREASE, LinePoint, strong_wolfe
+from compiled_optim.optimizers.lbfgs.line_search import CURVATURE, SUFFICIENT_DECREASE, Point, strong_wolfe
 
 STOPPING = {"max_eval", "tolerance_grad", "tolerance_change"}
 NEVER_STOP = {"max_eval": 10**6, "tolerance_grad": 0.0, "tolerance_change": 0.0}
@@ -549,17 +549,17 @@ class TestLineSearch:
     @staticmethod
     def _search(
         function: Callable[[torch.Tensor], torch.Tensor], first: float, limit: int = 25
-    ) -> tuple[LinePoint, LinePoint, int, int]:
+    ) -> tuple[Point, Point, int, int]:
         calls = 0
 
-        def evaluate(length: float) -> LinePoint:
+        def evaluate(length: float) -> Point:
             nonlocal calls
             calls += 1
             t = torch.tensor(length, dtype=torch.float64, requires_grad=True)
             value = function(t)
             (slope,) = torch.autograd.grad(value, t)
             loss = value.item()
-            return LinePoint(length, math.inf if math.isnan(loss) else loss, slope, slope.item())
+            return Point(length, math.inf if math.isnan(loss) else loss, slope, slope.item())
 
         start = evaluate(0.0)
         calls = 0

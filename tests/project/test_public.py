@@ -23,6 +23,7 @@ SET = "what torch's GradScaler sets and deletes"
 DECLARED = "what the body of a class declares, for whoever writes an optimizer"
 
 BEYOND_TORCH = {
+    "changes": READ,
     "found_inf": SET,
     "grad_norm": READ,
     "grad_scale": SET,
@@ -36,6 +37,7 @@ BEYOND_TORCH = {
     "check": DECLARED,
     "coefficients": DECLARED,
     "update": DECLARED,
+    "track_changes": READ,
     "watch_health": READ,
 }
 """The public attributes that torch.optim's optimizers lack, and why they are there."""

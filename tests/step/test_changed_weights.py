@@ -15,13 +15,10 @@ import torch
 from catalog import registry
 from changed_bits import Expected
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
 from compiled_optim.rule import storage
-from compiled_optim.simulated.fake_cuda import fake_cuda
-from compiled_optim.simulated.record import recording
 
 
 @dataclass(frozen=True)
@@ -332,28 +329,3 @@ def test_parameters_that_share_memory_see_the_updates_of_each_other() -> None:
     expected = Expected(params)
     expected.around(optimizer.step)
     expected.check(optimizer.changes())
-
-
-def test_steps_wait_for_nothing_and_changes_wait_once() -> None:
-    pytest.importorskip("triton")
-    with fake_cuda(90), recording("cuda") as recorder:
-        params = [torch.zeros(40, 40, device="cuda", requires_grad=True) for _ in range(5)]
-        for param in params:
-            param.grad = torch.zeros_like(param)
-        optimizer = co.AdamW(params)
-        optimizer.step()
-        recorder.take()
-        optimizer.step()
-        plain = recorder.take()
-        optimizer.track_changes()
-        optimizer.step()
-        recorder.take()
-        optimizer.step()
-        tracked = recorder.take()
-        assert [o.name for o in tracked.operators] == [o.name for o in plain.operators]
-        assert [launch.name for launch in tracked.launches] == [launch.name for launch in plain.launches]
-        with mock.patch.object(FakeTensor, "tolist", return_value=[3, 0, 1600, 1, 0]) as read:  # the counts
-            changes = optimizer.changes()
-        assert read.call_count == 1
-        assert [None if c.indices is None else len(c.indices) for c in changes] == [3, None, 1]
-        assert not [operator for operator in recorder.take().operators if operator.waits]

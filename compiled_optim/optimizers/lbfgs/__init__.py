@@ -18,7 +18,7 @@ from compiled_optim.memory.layout import as_real, compute_dtype, is_sharded, obs
 from compiled_optim.memory.torch_internals import in_range, is_capturing, mend_tracing, outside_dynamo
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
 from compiled_optim.optimizers.lbfgs.history import ENTRIES, MEMORY, direction, new_state, packed, record, unpack
-from compiled_optim.optimizers.lbfgs.line_search import LinePoint, strong_wolfe
+from compiled_optim.optimizers.lbfgs.line_search import Point, strong_wolfe
 from compiled_optim.rule.declared import Declared
 from compiled_optim.rule.fields import Number, hyper, is_per_parameter, static
 from compiled_optim.step.engine import Engine
@@ -142,7 +142,7 @@ class LBFGSStep(Step):
                 break
             calls = 0
             if group["line_search_fn"] is not None:
-                start = LinePoint(0.0, loss, gradient, slope)
+                start = Point(0.0, loss, gradient, slope)
                 (length, loss, gradient, _), calls = self._line(closure, start, length, reach, limit - evaluations)
                 memory["t"].fill_(length)
                 self._move(length * memory["d"])
@@ -172,19 +172,17 @@ class LBFGSStep(Step):
         memory["t"].copy_(lr.to(self._dtype) * torch.where(is_first, shortened, 1))
         memory["n_iter"].add_(1)
 
-    def _line(
-        self, closure: Callable[[], Any], start: LinePoint, length: float, reach: float, limit: int
-    ) -> tuple[LinePoint, int]:
+    def _line(self, closure: Callable[[], Any], start: Point, length: float, reach: float, limit: int) -> tuple[Point, int]:
         """Return the result of :func:`strong_wolfe` along ``d``; the parameters are as before."""
         towards = self._memory["d"]
         origin = [p.clone(memory_format=torch.preserve_format) for p in self._updated]
 
-        def evaluate(length: float) -> LinePoint:
+        def evaluate(length: float) -> Point:
             self._move(length * towards)
             loss, gradient = self._evaluate(closure)
             value, slope = float(loss), gradient.dot(towards).item()
             torch._foreach_copy_(self._updated, origin)
-            return LinePoint(length, math.inf if math.isnan(value) else value, gradient, slope)
+            return Point(length, math.inf if math.isnan(value) else value, gradient, slope)
 
         return strong_wolfe(evaluate, start, length, reach, tolerance=1e-9, limit=limit)
 

@@ -14,7 +14,7 @@ _SMALLEST_GROWTH, _LARGEST_GROWTH = 0.01, 10.0  # factors of the next trial's le
 _MARGIN = 0.1  # the least distance, over a bracket's length, of a second successive trial from its ends
 
 
-class LinePoint(NamedTuple):
+class Point(NamedTuple):
     """A point of the line: the step length, and the function's value, gradient and slope along the direction there."""
 
     length: float
@@ -24,8 +24,8 @@ class LinePoint(NamedTuple):
 
 
 def strong_wolfe(
-    evaluate: Callable[[float], LinePoint], start: LinePoint, length: float, reach: float, tolerance: float, limit: int
-) -> tuple[LinePoint, int]:
+    evaluate: Callable[[float], Point], start: Point, length: float, reach: float, tolerance: float, limit: int
+) -> tuple[Point, int]:
     """Search a step length with sufficient decrease and a small slope (Nocedal & Wright, Algorithms 3.5 and 3.6).
 
     Return the best trial, and the number of trials.
@@ -36,10 +36,10 @@ def strong_wolfe(
     ``reach`` per unit of length, changes by the ``tolerance``.
     """
 
-    def decreases(trial: LinePoint) -> bool:
+    def decreases(trial: Point) -> bool:
         return trial.value <= start.value + SUFFICIENT_DECREASE * trial.length * start.slope
 
-    def is_flat(trial: LinePoint) -> bool:
+    def is_flat(trial: Point) -> bool:
         return abs(trial.slope) <= -CURVATURE * start.slope
 
     previous, latest, count = start, evaluate(length), 1
@@ -79,7 +79,7 @@ def strong_wolfe(
     return ends[best], count
 
 
-def _cubic_minimum(a: LinePoint, b: LinePoint, lowest: float, highest: float) -> float:
+def _cubic_minimum(a: Point, b: Point, lowest: float, highest: float) -> float:
     """Return the position of the minimum of the cubic through both trials, limited to bounds (equation 3.59).
 
     Without a minimum, return the middle of the bounds. If the cubic is a straight line, return a bound.
