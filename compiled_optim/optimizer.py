@@ -397,8 +397,9 @@ class CompiledOptimizer(Declared, SavedOptimizer):
         """Return the weights that changed since :meth:`track_changes` or the last call, and begin anew.
 
         Parameters without a change are absent. All elements of a parameter that others wrote are changed: by a load or
-        ``copy_``, or by other memory in its place. Writes through ``.data`` are not seen. All results are on the parameters'
-        device, for which the call waits once.
+        ``copy_``, or by other memory in its place, also where no step updates it, and of one that was added to a group.
+        Writes through ``.data``, and by the compiled function that takes the step, are not seen. All results are on the
+        parameters' device, for which the call waits once.
 
         Of a DTensor each process returns the elements of its shard, with indices in the full tensor; of equal replicas, the
         first process alone. A plain tensor is returned by each process.
@@ -413,9 +414,13 @@ class CompiledOptimizer(Declared, SavedOptimizer):
                 raise RuntimeError("changes() returns what steps noted since track_changes(), which was not called")
             if any(map(is_capturing, step.devices)):
                 raise RuntimeError("a CUDA graph is being captured, and changes() waits for the device; call it outside")
-            changed = changed_weights(engine.groups.listed, engine.outputs)
-            engine.outputs.clear()
-            return changed
+            try:
+                changed = changed_weights(engine.groups.listed, engine.outputs)
+                engine.outputs.clear()
+                return changed
+            except BaseException:  # an interrupt, too: nobody gets them
+                engine.outputs.outdate()
+                raise
 
     def schedule(self, group: int | None = None, **functions: Schedule | None) -> None:
         """Set hyperparameters by functions of the step count, which every step evaluates on the device.

@@ -357,7 +357,7 @@ class ParamGroup(WatchedDict[str, Any]):
         is_option = key in self._declaration.structural_entries and not replaces_numbers
         with self._changes.reported(self._written(key)) if is_option else contextlib.nullcontext():
             self.set_quietly(key, value) if taken is None else self._assign(key, taken, is_loaded=is_loaded)
-        for name in (h.name for h in self._hypers.values() if value and key in h.readers):
+        for name in (h.name for h in self._hypers.values() if key in h.readers and value):
             self._show(name, new=True)
 
     def check(self, values: Mapping[str, Any]) -> list[str]:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.parameters import named_parameters
 from compiled_optim.memory.layout import has_memory, is_dense, is_sharded, local
@@ -35,15 +36,16 @@ class ChangedWeights(NamedTuple):
     full_shape: torch.Size
 
 
-def check_served(plans: Sequence[Plan], outputs: OutputMemory) -> None:
+def check_served(groups: Sequence[Mapping[str, Any]], outputs: OutputMemory) -> None:
     """Raise ``ValueError`` for a parameter whose changed bits cannot be found."""
-    for member in (member for plan in plans for member in plan.members):
+    for name, param in named_parameters(groups):
+        values = local(param)
         try:
-            outputs.choice.check(member.param.dtype)
-            if wraps_others(member.param) and not has_memory(member.param):
-                raise ValueError(f"a {type(member.param).__name__} has no memory of its own")
+            outputs.choice.check(values.dtype)
+            if wraps_others(values) and not (is_lazy(values) or has_memory(values)):
+                raise ValueError(f"a {type(values).__name__} has no memory of its own")
         except ValueError as problem:
-            raise ValueError(f"changes of '{member.name}' cannot be tracked: {problem}") from None
+            raise ValueError(f"changes of '{name}' cannot be tracked: {problem}") from None
 
 
 class Comparison:
@@ -54,17 +56,15 @@ class Comparison:
         self._served = outputs.choice.served
         self._params = [member.param.detach() for member in plan.members]
         self._words = [outputs.words(member.owner) for member in plan.members]
-        self._before: list[Tensor] = []
 
-    def begin(self) -> None:
-        """Copy the parameters as they are served."""
-        self._before = [_bits(param, self._served).clone() for param in self._params]
+    def copies(self) -> list[Tensor]:
+        """Return copies of the parameters' bits as they are served."""
+        return [_bits(param, self._served).clone() for param in self._params]
 
-    def end(self) -> None:
-        """Set the bits of the elements that differ from the copies."""
-        for param, before, words in zip(self._params, self._before, self._words, strict=True):
+    def compare(self, copies: Sequence[Tensor]) -> None:
+        """Set the bits of the elements that differ from ``copies``."""
+        for param, before, words in zip(self._params, copies, self._words, strict=True):
             words.bitwise_or_(_packed(_bits(param, self._served) != before, param))
-        self._before = []
 
 
 def changed_weights(groups: Sequence[Mapping[str, Any]], outputs: OutputMemory) -> list[ChangedWeights]:
@@ -73,19 +73,24 @@ def changed_weights(groups: Sequence[Mapping[str, Any]], outputs: OutputMemory) 
     Waits once for the device.
     """
     outputs.see_writes()
-    tracked = {name: of for name, param in named_parameters(groups) if (of := outputs.of(param)) is not None}
-    counts, served = _counts(tracked), outputs.choice.served
+    outputs.see_addresses()
+    known = {id(param): (name, outputs.of(param)) for name, param in named_parameters(groups) if not is_lazy(param)}
+    names, tracked = [name for name, _ in known.values()], [of for _, of in known.values()]
+    served = outputs.choice.served
     assert served is not None
-    return [_record(name, tracked[name], n, served) for name, n in counts.items() if n and _is_owner(tracked[name].param)]
+    changed = [(name, of, n) for name, of, n in zip(names, tracked, _counts(tracked), strict=True) if n]
+    return [_record(name, of, count, served) for name, of, count in changed if _is_owner(of.param)]
 
 
-def _counts(tracked: Mapping[str, ParamOutputs]) -> dict[str, int]:
+def _counts(tracked: Sequence[ParamOutputs]) -> list[int]:
     """Return how many elements of each parameter were changed."""
-    sums = {name: _flags(of).sum() for name, of in tracked.items() if not of.is_written}
-    device = next(iter(sums.values())).device if sums else None
-    numbers = torch.stack([s.to(device, non_blocking=True) for s in sums.values()]).tolist() if sums else []
-    counts = {name: local(of.param).numel() for name, of in tracked.items()}
-    return counts | dict(zip(sums, numbers, strict=True))
+    marked = [index for index, of in enumerate(tracked) if of.words is not None and not of.is_written]
+    sums = [_flags(tracked[index]).sum() for index in marked]
+    numbers = torch.stack([s.to(sums[0].device, non_blocking=True) for s in sums]).tolist() if sums else []
+    counts = [local(of.param).numel() if of.is_written else 0 for of in tracked]
+    for index, number in zip(marked, numbers, strict=True):
+        counts[index] = number
+    return counts
 
 
 def _record(name: str, of: ParamOutputs, count: int, served: torch.dtype) -> ChangedWeights:
@@ -123,6 +128,7 @@ def _packed(flags: Tensor, values: Tensor) -> Tensor:
 
 def _flags(of: ParamOutputs) -> Tensor:
     """Return for each element of a parameter, of the local shard's shape, whether its changed bit is set."""
+    assert of.words is not None
     values = local(of.param.detach())
     bits = (of.words.view(torch.uint8)[:, None] >> _shifts(values.device)) & 1
     return bits.view(torch.bool).as_strided(values.shape, _memory_stride(values))

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from operator import attrgetter
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from compiled_optim.memory.layout import has_memory, local, real_numel
 from compiled_optim.rule.outputs import NONE, Outputs
@@ -21,19 +23,22 @@ class ParamOutputs:
     """The outputs of one parameter.
 
     Attributes:
-        param: the parameter in its group.
-        address: of its memory, or of its local shard's, when that was last seen.
+        param: the parameter in its group, which is kept alive.
+        index: its index among the step's parameters.
         is_written: whether others wrote it since changes were handed over.
         words: its changed bits, int32 of shape (elements / 32, rounded up,). Element ``i`` in the order of memory, of a
-            DTensor's local shard, has bit ``i % 32`` of word ``i // 32``. Steps set bits, and clear none.
+            DTensor's local shard, has bit ``i % 32`` of word ``i // 32``. Steps set bits, and clear none. None if no step
+            updates it.
         sums: its sums in the last step that updated it, a view of the memory to which steps write; 0 before.
+        address: of its memory, or of its local shard's, when that was last seen.
     """
 
     param: Tensor
-    address: int
+    index: int
     is_written: bool
-    words: Tensor
+    words: Tensor | None
     sums: Tensor
+    address: int
 
 
 class OutputMemory:
@@ -43,99 +48,125 @@ class OutputMemory:
 
     Attributes:
         choice: the outputs that an update has.
-        counters: by the indices of the parameters that a step in compiled code gets, one more tensor that it gets. After the
-            step, compiled code counts up the versions of all of these together, when no Python of the package runs.
+        marks: whether changed bits are among them.
+        counters: tensors that steps in compiled code get beside their parameters, as attributes. After a step, compiled code
+            counts up the versions of all of these together, when no Python of the package runs.
     """
 
     def __init__(self, choice: Outputs, device: torch.device) -> None:
-        self.choice, self._device = choice, device
-        self.counters: dict[tuple[int, ...], Tensor] = {}
-        self._of: dict[int, ParamOutputs] = {}  # by the id of the parameter, which is kept alive
-        self._params: Sequence[Tensor] = ()  # all of the step's
-        self._watched: list[tuple[int, int]] = []  # for each of the following, the parameter's id and its index
-        self._tensors: list[Tensor] = []  # parameters, and local shards of DTensors
-        self._versions: list[int] = []  # of these
-        self._counts: dict[tuple[int, ...], int] = {}  # the versions of the counters
+        self.choice, self.marks, self._device = choice, choice.served is not None, device
+        self.counters = SimpleNamespace()
+        self._known: dict[int, ParamOutputs] = {}  # by the id of the parameter
+        # Parameters, and the local shards of DTensors, each with its parameter's outputs, and their versions after a step.
+        self._watched: tuple[list[ParamOutputs], list[Tensor], list[int]] = [], [], []
+        self._counted: dict[tuple[int, ...], str] = {}  # names of counters, by the indices of parameters
+        self._counts: dict[str, int] = {}  # the versions of the counters, after the last step
+        self._is_begun = False  # whether parameters were followed before
 
-    def follow(self, tracked: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-        """Take the parameters whose updates have outputs from now on, and all ``params`` of the step."""
+    def follow(self, updated: Collection[Tensor], params: Sequence[Tensor]) -> None:
+        """Take the parameters of a step from now on, and those of them whose updates have outputs."""
         self.see_writes()
-        if [*map(id, params)] != [*map(id, self._params)]:
-            self.counters.clear()
-        self._params, indices = params, {id(param): index for index, param in enumerate(params)}
-        self._of = {id(param): self._followed(param) for param in tracked}
-        pairs = [(param, tensor) for param in tracked for tensor in {id(t): t for t in (param, local(param))}.values()]
-        known = [(param, tensor) for param, tensor in pairs if not tensor.is_inference()]  # others have no version
-        self._watched = [(id(param), indices[id(param)]) for param, _ in known]
-        self._tensors = [tensor for _, tensor in known]
+        ids = set(map(id, updated))
+        known = {id(param): self._followed(param, index, id(param) in ids) for index, param in enumerate(params)}
+        if [*known] != [*self._known]:  # compiled code is traced again
+            self.counters, self._counted = SimpleNamespace(), {}
+        pairs = [(of, t) for of in known.values() for t in {id(t): t for t in (of.param, local(of.param))}.values()]
+        seen = [(of, tensor) for of, tensor in pairs if not (is_lazy(tensor) or tensor.is_inference())]  # with versions
+        self._known, self._is_begun = known, True
+        self._watched = [of for of, _ in seen], [tensor for _, tensor in seen], [tensor._version for _, tensor in seen]
         self.note_step()
 
-    def _followed(self, param: Tensor) -> ParamOutputs:
-        """Return the outputs of ``param``, with new memory if its device or size changed."""
-        values, of = local(param), self._of.get(id(param))
-        count = -(-real_numel(values) // 32)
-        if of is None or of.words.device != values.device or len(of.words) != count:
+    def _followed(self, param: Tensor, index: int, is_updated: bool) -> ParamOutputs:
+        """Return the outputs of ``param``. It counts as written if it comes after others, or has other memory."""
+        values, known, words, is_written = local(param), self._known.get(id(param)), None, self._is_begun
+        sums = torch.zeros(len(self.choice.sums), dtype=torch.float64, device=values.device)
+        if known is not None:
+            self._see_address(known)
+            words, is_written, sums = known.words, known.is_written, known.sums
+        count = -(-real_numel(values) // 32) if is_updated else 0
+        if words is None or len(words) != count or words.device != values.device:
             words = torch.zeros(count, dtype=torch.int32, device=values.device)
-            sums = torch.zeros(len(self.choice.sums), dtype=torch.float64, device=values.device)
-            of = ParamOutputs(param, _address(values), of is not None, words, sums)
-        return of
+        return ParamOutputs(param, index, is_written, words if is_updated else None, sums, _address(param))
 
-    def of(self, param: Tensor) -> ParamOutputs | None:
-        """Return the outputs of ``param``; None if its updates have none."""
-        if (of := self._of.get(id(param))) is not None and (address := _address(local(param))) != of.address:
-            of.address, of.is_written = address, True
-        return of
+    def of(self, param: Tensor) -> ParamOutputs:
+        """Return the outputs of a parameter of the step."""
+        return self._known[id(param)]
 
     def words(self, param: Tensor) -> Tensor:
-        """Return :attr:`ParamOutputs.words` of a parameter that has outputs."""
-        of = self.of(param)
-        assert of is not None
-        return of.words
+        """Return the changed bits of a parameter that steps update."""
+        words = self.of(param).words
+        assert words is not None
+        return words
 
     def note_step(self) -> None:
         """Note that all writes so far are those of a step, or are known."""
-        self._versions = [*map(_version, self._tensors)]
-        self._counts = {indices: counter._version for indices, counter in self.counters.items()}
+        owners, tensors, _ = self._watched
+        self._watched = owners, tensors, [*map(_version, tensors)]  # at once, whatever interrupts it
+        self._counts = {name: counter._version for name, counter in vars(self.counters).items()}
 
     def see_writes(self) -> None:
-        """Note which parameters were written since :meth:`note_step`, by others than compiled code with a step."""
-        now = [*map(_version, self._tensors)]
-        if now == self._versions:
+        """Note which versions changed since :meth:`note_step`, by others than compiled code with a step."""
+        owners, tensors, versions = self._watched
+        now = [*map(_version, tensors)]
+        if now == versions:
             return
         by_code = Counter[int]()
-        for indices, counter in self.counters.items():
-            if more := counter._version - self._counts.get(indices, 0):
+        for indices, name in self._counted.items():
+            if more := getattr(self.counters, name)._version - self._counts.get(name, 0):
                 by_code.update(dict.fromkeys(indices, more))
-        for (key, index), version, old in zip(self._watched, now, self._versions, strict=True):
-            if version != old + by_code[index]:
-                self._of[key].is_written = True
+        for of, version, old in zip(owners, now, versions, strict=True):
+            of.is_written |= version != old + by_code[of.index]
 
-    def counter(self, indices: Sequence[int]) -> None:
-        """Make the counter of compiled code that steps the parameters at ``indices``, if there are changed bits."""
-        if self.choice.served is not None:
-            self.counters.setdefault((*indices,), torch.zeros(1, device=self._device))
+    def see_addresses(self) -> None:
+        """Note which parameters have other memory."""
+        for known in self._known.values():
+            self._see_address(known)
+
+    @staticmethod
+    def _see_address(of: ParamOutputs) -> None:
+        if (address := _address(of.param)) != of.address:
+            of.is_written, of.address = True, address
+
+    def counter(self, indices: Sequence[int]) -> str:
+        """Return the name of the counter of compiled code that steps the parameters at ``indices``."""
+        key = tuple(indices)
+        if (name := self._counted.get(key)) is None:
+            name = self._counted[key] = f"counter{len(self._counted)}"
+            setattr(self.counters, name, torch.zeros(1, device=self._device))
+        return name
+
+    def counter_of(self, indices: Sequence[int]) -> list[Tensor]:
+        """Return the counter of a step of the parameters at ``indices`` in compiled code, if there is one."""
+        return [getattr(self.counters, name)] if (name := self._counted.get(tuple(indices))) else []
+
+    def outdate(self) -> None:
+        """Let all parameters count as written, after a step or a read that did not end."""
+        for known in self._known.values():
+            known.is_written = True
 
     def clear(self) -> None:
         """Clear the changed bits of all parameters."""
-        for of in self._of.values():
-            of.words.zero_()
-            of.is_written = False
+        for known in self._known.values():
+            if known.words is not None:
+                known.words.zero_()
+            known.is_written = False
         self.note_step()
 
     def sums(self, params: Sequence[Tensor], device: torch.device) -> Tensor:
         """Return the sums of ``params``, float64 of shape (sums, params), of the last step that updated each; 0 before."""
-        sums = torch.stack([self._of[id(param)].sums.to(device) for param in params], dim=1)
+        sums = torch.stack([self.of(param).sums.to(device) for param in params], dim=1)
         for param, of_param in zip(params, sums.unbind(1), strict=True):
-            self._of[id(param)].sums = of_param
+            self.of(param).sums = of_param
         return sums
 
     def read(self, param: Tensor) -> dict[str, Tensor]:
         """Return the sums of ``param`` by name, 0-dim views of the memory to which steps write."""
-        return dict(zip(self.choice.sums, self._of[id(param)].sums, strict=True))
+        return dict(zip(self.choice.sums, self.of(param).sums, strict=True))
 
 
-def _address(values: Tensor) -> int:
-    return values.data_ptr() if has_memory(values) else 0
+def _address(param: Tensor) -> int:
+    """Return the address of the memory of a parameter, or of its local shard; 0 if it has none."""
+    return 0 if is_lazy(param) or not has_memory(values := local(param)) else values.data_ptr()
 
 
 NO_OUTPUTS = OutputMemory(NONE, torch.device("cpu"))

@@ -64,18 +64,18 @@ class RuleStep(Step):
         differentiable = any(g.get("differentiable", False) for g in groups)
         if differentiable and self._clipping.measures_norm:
             raise ValueError("differentiable=True does not work with max_grad_norm and skip_nonfinite: clip before the step")
-        self._outputs, self._tracks_changes = engine.outputs, engine.outputs.choice.served is not None
+        self._outputs = outputs = engine.outputs
+        if outputs.marks:
+            check_served(groups, outputs)
+        updated = [plan for plan in plans if not plan.is_meta]
+        if outputs.choice:
+            outputs.follow([param for plan in updated for param in plan.params], self.params)
         # Of parameters that share memory, an update sees only its own changes.
-        of_updates = NO_OUTPUTS if any(plan.shares_memory for plan in plans) else engine.outputs
+        of_updates = NO_OUTPUTS if any(plan.shares_memory for plan in plans) else outputs
         chosen = (engine.lowering, self._clipping, self._log, of_updates, differentiable)
         self.lowerings = [lower(plan, *chosen) for plan in plans]
-        self._comparisons: list[Comparison] = []
-        if engine.outputs.choice:
-            tracked = [plan for plan in plans if not plan.is_meta]
-            check_served(tracked, engine.outputs)
-            engine.outputs.follow([param for plan in tracked for param in plan.params], self.params)
-            compared = tracked if self._tracks_changes else []
-            self._comparisons = [Comparison(plan, engine.outputs) for plan in compared if plan.outputs is NO_OUTPUTS]
+        compared = [plan for plan in updated if outputs.marks and plan.outputs is NO_OUTPUTS]
+        self._comparisons = [Comparison(plan, outputs) for plan in compared]
         self._tables = [x.coefficients for x in self.lowerings if isinstance(x.coefficients, TableCoefficients)]
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
         started = time.perf_counter()
@@ -213,7 +213,7 @@ class RuleStep(Step):
         lowerings = [x for x in self.lowerings if isinstance(x, ListLowering)]  # all of them, if this is their name
         reason = "" if self.name == ListLowering.name else f"it is lowered to {self.name}"
         reason = reason or ("its health is watched" if self.watches else "")
-        reason = reason or ("its changed weights are tracked" if self._tracks_changes else "")
+        reason = reason or ("its changed weights are tracked" if self._outputs.marks else "")
         names = ((group, n) for group in self._groups for n in group.kind._declaration.structural_hypers)
         if not reason and (name := next((n for group, n in names if group.is_exposed(n) and not group.nonzero(n)), "")):
             reason = f"{name} is 0, and its tensor was handed out, so another number may be written into it"
@@ -240,7 +240,7 @@ class RuleStep(Step):
 
     def prepare(self, grads: Gradients, captures: Captures = ()) -> None:
         """Compile what is not compiled yet, and let every lowering take its gradients and assigned numbers."""
-        if self._tracks_changes:
+        if self._outputs.marks:
             self._outputs.see_writes()
         by_plan = self._by_plan(grads)
         measures = self._square_sums is None and self._clipping.measures_norm
@@ -284,17 +284,29 @@ class RuleStep(Step):
     def launch_part(self) -> None:
         if self._square_sums is not None:
             in_range("measure", self._square_sums.measure)
-        for comparison in self._comparisons:
-            comparison.begin()
+        if self._comparisons:
+            self._update_and_compare()
+        else:
+            self._update()
+
+    def _update(self) -> None:
         for launched in self._launched:
             in_range("update", launched.launch)
-        for comparison in self._comparisons:
-            comparison.end()
+
+    def _update_and_compare(self) -> None:
+        try:
+            before = [comparison.copies() for comparison in self._comparisons]
+            self._update()
+            for comparison, copies in zip(self._comparisons, before, strict=True):
+                comparison.compare(copies)
+        except BaseException:  # an interrupt, too
+            self._outputs.outdate()
+            raise
 
     def finish(self) -> None:
         for lowering in self.lowerings:
             lowering.finish()
-        if self._tracks_changes:
+        if self._outputs.marks:
             self._outputs.note_step()
 
     @property

@@ -93,15 +93,15 @@ def _digest(key: str) -> str:
 
 
 @called_while_tracing
-def _make_counter(key: str, positions: list[int]) -> None:
-    ENGINES[key].outputs.counter(positions)
+def _counter_name(key: str, positions: list[int]) -> str:
+    return ENGINES[key].outputs.counter(positions)
 
 
 def _counter(engine: Engine, positions: list[int]) -> list[Tensor]:
-    """Return the counter of a step of the parameters at ``positions`` in compiled code; empty if there is none."""
-    _make_counter(engine.key, positions)
-    counter = engine.outputs.counters.get(tuple(positions))
-    return [] if counter is None else [counter]
+    """Return the counter of a step of the parameters at ``positions`` in compiled code; empty if changes are not tracked."""
+    if not engine.outputs.marks:
+        return []
+    return [getattr(engine.outputs.counters, _counter_name(engine.key, positions))]
 
 
 @called_while_tracing
@@ -238,8 +238,8 @@ def _step(
     """
     engine = _find(optimizer, params[: len(positions)], positions)
     every = engine.params
-    counter = engine.outputs.counters.get(tuple(positions))
-    written = [*_at(every, positions), *([] if counter is None else [counter])]
+    written = [*_at(every, positions), *engine.outputs.counter_of(positions)]
+    written = written[: len(params)]  # code whose guards are skipped may lack the counter
     passed: Gradients = [*grads]
     if params and not grads:
         passed = None
@@ -248,7 +248,7 @@ def _step(
         passed = [by_position.get(i) for i in range(len(every))]
     run(engine, passed)
     if not all(map(is_, written, params)):
-        for param, copy in zip(map(local, written), params, strict=False):  # code may be older than the counter
+        for param, copy in zip(map(local, written), params, strict=True):
             if copy.data_ptr() != param.data_ptr():
                 copy.copy_(param)
             elif copy is not param:

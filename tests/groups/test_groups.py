@@ -218,3 +218,10 @@ def test_step_counts_of_regrouped_parameters_are_gathered_anew() -> None:
     # The first plan has its own two, which lie as they lay, and three that came from others.
     assert [len(lowering.plan.scalar_blocks) for lowering in engine_of(optimizer).step.lowerings] == [2, 1, 1, 1]
     assert {float(state["step"]) for state in optimizer.state.values()} == {2.0}
+
+
+def test_an_entry_of_the_users_need_not_be_true_or_false() -> None:
+    optimizer = co.AdamW([torch.nn.Parameter(torch.ones(2))])
+    entry = torch.ones(3)
+    optimizer.param_groups[0]["mine"] = entry
+    assert optimizer.param_groups[0]["mine"] is entry

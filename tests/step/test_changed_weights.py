@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer
+from compiled_optim.plan.changed_weights import Comparison
+from compiled_optim.plan.output_memory import OutputMemory
 from compiled_optim.rule import storage
 
 
@@ -329,3 +331,144 @@ def test_parameters_that_share_memory_see_the_updates_of_each_other() -> None:
     expected = Expected(params)
     expected.around(optimizer.step)
     expected.check(optimizer.changes())
+
+
+def _left_and_returned(optimizer: CompiledOptimizer, model: nn.Module) -> set[str]:
+    group = optimizer.param_groups.pop()
+    optimizer.step()
+    optimizer.param_groups.append(group)
+    return {"a.bias"}
+
+
+def _added(optimizer: CompiledOptimizer, model: nn.Module) -> set[str]:
+    optimizer.add_param_group({"params": {"new": nn.Parameter(torch.ones(96))}})
+    return {"new"}
+
+
+def _frozen_and_loaded(optimizer: CompiledOptimizer, model: nn.Module) -> set[str]:
+    model.a.bias.requires_grad_(False).copy_(torch.ones(4))
+    return {"a.bias"}
+
+
+def _without_gradient(optimizer: CompiledOptimizer, model: nn.Module) -> set[str]:
+    model.a.bias.grad = None
+    optimizer.step()
+    with torch.no_grad():
+        model.a.bias.zero_()
+    return {"a.bias"}
+
+
+def _got_memory(optimizer: CompiledOptimizer, model: nn.Module) -> set[str]:
+    torch.utils.swap_tensors(model.meta, nn.Parameter(torch.ones(96)))
+    return {"meta"}
+
+
+def _initialized(optimizer: CompiledOptimizer, model: nn.Module) -> set[str]:
+    model.lazy(torch.ones(1, 5))
+    return {"lazy.weight", "lazy.bias"}
+
+
+@pytest.mark.parametrize(
+    "act",
+    [_left_and_returned, _added, _frozen_and_loaded, _without_gradient, _got_memory, _initialized],
+    ids=lambda f: f.__name__,
+)
+def test_parameters_that_no_step_updates_or_that_come_later_are_seen(
+    act: Callable[[CompiledOptimizer, nn.Module], set[str]],
+) -> None:
+    model = nn.Module()
+    model.a, model.lazy = nn.Linear(8, 4), nn.LazyLinear(3)
+    model.meta = nn.Parameter(torch.empty(96, device="meta"))
+    named = dict(model.named_parameters())
+    bias = {"a.bias": named.pop("a.bias")}
+    optimizer = co.AdamW([{"params": named}, {"params": bias}], lr=1e-4)
+    optimizer.track_changes(torch.float32)
+    for param in model.a.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.changes()
+    for param in model.a.parameters():
+        param.grad = None
+    names = act(optimizer, model)
+    changes = {change.name: change for change in optimizer.changes()}
+    assert changes.keys() == names
+    assert all(change.indices is None for change in changes.values())
+    assert optimizer.changes() == []
+
+
+@pytest.mark.filterwarnings("ignore:two parameters are named:UserWarning")
+def test_parameters_of_one_name_are_told_apart() -> None:
+    first, second = (nn.Parameter(torch.ones(shape)) for shape in (4, 5))
+    optimizer = co.AdamW([{"params": [("w", first)]}, {"params": [("w", second)]}], lr=0.1)
+    optimizer.track_changes()
+    first.grad = torch.ones(4)
+    optimizer.step()
+    (change,) = optimizer.changes()
+    assert change.full_shape == (4,)
+
+
+def test_compiled_code_follows_when_tracking_begins() -> None:
+    torch._dynamo.reset()
+    param = nn.Parameter(torch.ones(64))
+    optimizer = co.SGD({"w": param}, lr=0.5)
+    step = torch.compile(optimizer.step, backend="aot_eager")
+    param.grad = (torch.arange(64) == 3).float()
+    step()
+    optimizer.track_changes()
+    for _ in range(3):
+        step()
+        (change,) = optimizer.changes()
+        assert change.indices is not None
+        assert change.indices.tolist() == [3]
+
+
+def test_one_compiled_function_takes_steps_of_different_parameters() -> None:
+    torch._dynamo.reset()
+    params = {name: nn.Parameter(torch.ones(64)) for name in ("a", "b")}
+    optimizer = co.SGD(params, lr=0.5)
+    optimizer.track_changes()
+
+    @torch.compile(backend="aot_eager")
+    def steps(grad: Tensor) -> None:
+        params["a"].grad, params["b"].grad = grad, None
+        optimizer.step()
+        params["b"].grad = grad
+        optimizer.step()
+
+    for _ in range(2):
+        steps((torch.arange(64) == 3).float())
+        assert {change.name for change in optimizer.changes()} == {"a", "b"}
+
+
+@pytest.mark.parametrize("where", ["compare", "copies"])
+def test_a_comparison_that_is_interrupted_loses_no_change(where: str) -> None:
+    """All elements are then changed, since nobody knows which."""
+    param = nn.Parameter(torch.ones(8, 8))
+    optimizer = co.Muon({"w": param}, lr=1e-2)
+    optimizer.track_changes()
+    param.grad = torch.eye(8)
+    optimizer.step()
+    optimizer.changes()
+    with mock.patch.object(Comparison, where, side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.step()
+    (change,) = optimizer.changes()
+    assert change.indices is None
+    assert optimizer.changes() == []
+
+
+def test_changes_that_are_interrupted_are_handed_over_by_the_next_call() -> None:
+    optimizer, _, _ = _tied()
+    optimizer.step()
+    with mock.patch.object(OutputMemory, "note_step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.changes()
+    assert [change.name for change in optimizer.changes()] == ["w"]
+
+
+def test_steps_go_on_after_an_interrupt_while_groups_change() -> None:
+    optimizer, _, expected = _tied()
+    group = {"params": {"new": nn.Parameter(torch.ones(96))}}
+    with mock.patch.object(OutputMemory, "note_step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.add_param_group(group)
+    expected.around(optimizer.step)
+    changes = {change.name: change for change in optimizer.changes()}
+    expected.check([changes["w"]])
