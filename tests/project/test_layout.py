@@ -116,7 +116,7 @@ def test_the_floor_plan_lists_every_floor_from_the_top() -> None:
 
 
 BUDGET = {
-    "": 2764,
+    "": 2769,
     "capture": 1135,
     "checkpoint": 1268,
     "cli": 1189,
@@ -125,11 +125,11 @@ BUDGET = {
     "lowering": 5504,
     "memory": 1340,
     "optimizers": 2061,
-    "plan": 1232,
+    "plan": 1269,
     "reports": 942,
     "rule": 3200,
     "simulated": 755,
-    "step": 1911,
+    "step": 1923,
 }
 """Lines of each folder's modules; "" are those beside the folders. A commit of its own raises one, and says why."""
 
