@@ -284,19 +284,10 @@ class RuleStep(Step):
     def launch_part(self) -> None:
         if self._square_sums is not None:
             in_range("measure", self._square_sums.measure)
-        if self._comparisons:
-            self._update_and_compare()
-        else:
-            self._update()
-
-    def _update(self) -> None:
-        for launched in self._launched:
-            in_range("update", launched.launch)
-
-    def _update_and_compare(self) -> None:
         try:
-            before = [comparison.copies() for comparison in self._comparisons]
-            self._update()
+            before = [*map(Comparison.copies, self._comparisons)]
+            for launched in self._launched:
+                in_range("update", launched.launch)
             for comparison, copies in zip(self._comparisons, before, strict=True):
                 comparison.compare(copies)
         except BaseException:  # an interrupt, too
