@@ -265,6 +265,7 @@ def cautiously_decayed(rule: Rule) -> Rule:
             return values
         c = values["c"]
         kept = {name: getattr(c, _KEPT + name) for name in c._fields if hasattr(c, _KEPT + name)}
+        # Each is a 1 for every element, in every language.
         ones = {name: where(values["param"] == 0, 1.0, 1.0) for name in later if not hasattr(c, name)}
         known = {**c._asdict(), **ones, **kept}
         falls = _do_not_differ(rule.update({**values, "c": number_type(tuple(known))(**known)}), values)
@@ -278,7 +279,8 @@ def cautiously_decayed(rule: Rule) -> Rule:
             raise NotWritable(f"returns no decayed param; {_CAUTIOUS.name} is for decay apart from the step")
         return {**returned, "param": where(_do_not_differ(returned, values), returned["param"], values["param"])}
 
-    statics, added = (*rule.statics, _CAUTIOUS), (_CAUTIOUS.name, *rule.added)  # not last: no check is with it
+    # Before others, since Rule.check tries the last one with every rule, and this one refuses some.
+    statics, added = (*rule.statics, _CAUTIOUS), (_CAUTIOUS.name, *rule.added)
     if rule.is_elementwise:
         return rule.seeing(seen, statics=statics, coefficients=coefficients, added=added)
     return dataclasses.replace(rule, statics=statics, update=update, added=added)

@@ -74,7 +74,7 @@ class RuleStep(Step):
         of_updates = NO_OUTPUTS if any(plan.shares_memory for plan in plans) else outputs
         chosen = (engine.lowering, self._clipping, self._log, of_updates, differentiable)
         self.lowerings = [lower(plan, *chosen) for plan in plans]
-        compared = [plan for plan in updated if outputs.marks and plan.outputs is NO_OUTPUTS]
+        compared = [plan for plan in updated if outputs.marks and not plan.outputs.marks]
         self._comparisons = [Comparison(plan, outputs) for plan in compared]
         self._tables = [x.coefficients for x in self.lowerings if isinstance(x.coefficients, TableCoefficients)]
         self.name = " and ".join(sorted({lowering.name for lowering in self.lowerings})) or "eager"
