@@ -127,7 +127,7 @@ BUDGET = {
     "optimizers": 2061,
     "plan": 1269,
     "reports": 942,
-    "rule": 3200,
+    "rule": 3202,
     "simulated": 755,
     "step": 1923,
 }
