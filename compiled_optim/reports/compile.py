@@ -17,8 +17,9 @@ from compiled_optim.memory.cache import cache_directory
 from compiled_optim.memory.layout import has_memory
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.plan.compilations import Compilation, CompilationLog
-from compiled_optim.reports.finding import Finding, too_small
+from compiled_optim.reports.finding import Finding
 from compiled_optim.step.rule_step import RuleStep
+from compiled_optim.step.trial import Trial
 
 _LOCATE = "to find the line of your code that causes it, run the loop under `with co.no_recompiles():`"
 
@@ -43,9 +44,9 @@ class CompileReport:
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
         construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
         moved_steps: the number of steps with gradients at new addresses, mostly since ``zero_grad`` had freed them.
-        findings: named as follows. ``"too small"``: the first step warned that 16-bit parameters will not move. ``"idle"``:
-            steps were taken, and none changed a parameter. ``"slower"``: something takes longer than it could, such as a
-            part that runs uncompiled. ``"recompiled"`` and ``"captured again"``: a cause of compilations after the first
+        findings: named as follows. ``"too small"``: the first step warned that it is too small for 16-bit parameters.
+            ``"not judged"``: an error kept it from finding out. ``"idle"``: steps were taken, and none changed a parameter.
+            ``"slower"``: something takes longer than it could, such as a part that runs uncompiled. ``"recompiled"`` and ``"captured again"``: a cause of compilations after the first
             step, or of captures that replaced a stale graph.
     """
 
@@ -92,7 +93,7 @@ class CompileReport:
     def __str__(self) -> str:
         names = {finding.name for finding in self.findings}
         verdicts = {
-            "Weights will not move: see below.": "too small" in names,
+            "The first step is too small for some weights: see below.": "too small" in names,
             "Nothing was updated: see below.": "idle" in names,
             "Slower than it could be: see below.": "slower" in names,
             "Compiled again after the first step: see below.": "recompiled" in names,
@@ -110,6 +111,7 @@ class CompileReport:
         lines = {
             f"{self.optimizer}: {self.lowering} lowering, {self.steps} step{'s' * (self.steps != 1)}. {verdict}": True,
             **self._lines("too small"),
+            **self._lines("not judged"),
             **self._lines("idle"),
             f"  {self.construction:.2f} s of compiling at construction": self.construction >= 0.1,
             f"  kernels: {kernels} in {self.seconds - self.construction:.2f} s": bool(kernels),
@@ -155,6 +157,14 @@ def findings_of(log: CompilationLog, *, is_idle: bool) -> Iterator[Finding]:
             yield Finding(name, (), cause + f" ({count} times)" * (count > 1), _LOCATE)
 
 
+def findings_of_trial(trial: Trial) -> Iterator[Finding]:
+    """Yield the finding of the first step about parameters that it was too small to move, or why it was not judged."""
+    if trial.found is not None:
+        yield Finding("too small", *trial.found)
+    if trial.failure:
+        yield Finding("not judged", (), f"the first step could not be judged: {trial.failure}")
+
+
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     """Report the kernels that were compiled for ``optimizer``, and how its steps run.
 
@@ -178,7 +188,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         str(cache_directory()),
         log.construction,
         log.moved_steps,
-        (*too_small(engine.trial), *findings_of(log, is_idle=is_idle)),
+        (*findings_of_trial(engine.trial), *findings_of(log, is_idle=is_idle)),
     )
 
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from compiled_optim.groups.parameters import first_few
-from compiled_optim.step.trial import Trial
 
 
 @dataclass(frozen=True)
@@ -34,9 +33,3 @@ class Finding:
     def said(self) -> str:
         """The evidence with the advice, if there is some."""
         return "; ".join(filter(None, (self.evidence, self.advice)))
-
-
-def too_small(trial: Trial) -> Iterator[Finding]:
-    """Yield the finding of an optimizer's first step about parameters that are rounded back, if it has one."""
-    if trial.warned is not None:
-        yield Finding("too small", *trial.warned)

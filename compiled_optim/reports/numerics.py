@@ -17,8 +17,8 @@ from compiled_optim.plan.plan import Member, Plan
 from compiled_optim.reports.finding import Finding
 from compiled_optim.rule.formats import GROUP
 from compiled_optim.rule.storage import ROUNDED
+from compiled_optim.step.next_step import StepInputs, exact, remedy, taken
 from compiled_optim.step.rule_step import step_with_rule
-from compiled_optim.step.trial import decoded_buffers, remedy, taken
 
 _MODES = "'split8', 'kahan' or 'stochastic'"  # of weights=
 _STAYS = (
@@ -87,10 +87,11 @@ def _report(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
             if plan.is_meta or (grad is None and plan.rule.gradients == "sparse"):
                 continue
             grad = torch.zeros_like(member.param) if grad is None else grad  # momentum alone moves the parameter
-            if share := _uneven(plan, member, grad):
+            start = StepInputs(member, exact(plan, member), grad)
+            if share := _uneven(plan, start):
                 evidence, advice = _UNEVEN.format(share=share), "choose state_dtype=torch.bfloat16, or name it in exclude="
                 uneven.append(Finding("uneven", (member.name,), evidence, advice, {"share": share}))
-            ((before, step),) = ([as_real(t) for t in pair] for pair in taken(plan, [member], [grad]))
+            ((before, step),) = ([as_real(t) for t in pair] for pair in taken(plan, [start]))
             step = step.abs()
             moved = (step > 0) & step.isfinite()
             if not moved.any():
@@ -109,15 +110,15 @@ def _report(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
     return NumericsReport(optimizer, tuple(checked), (*too_small, *uneven))
 
 
-def _uneven(plan: Plan, member: Member, grad: Tensor) -> float:
+def _uneven(plan: Plan, start: StepInputs) -> float:
     """Return the share of groups whose elements differ too much for 8 bits; 0 without state in 8 bits."""
     if not plan.rule.grouped_buffers(plan.statics):
         return 0.0
-    sizes = grad.detach().abs().float()
-    for name, moment in decoded_buffers(plan, member, plan.statics):
+    sizes = start.grad.detach().abs().float()
+    for name, moment in start.values.items():
         if any(b.name == name and b.int8 == "signed" for b in plan.rule.buffers):
             sizes = sizes.maximum(moment.abs())
-    vector = flat(MemoryOrder(member.param).arranged(sizes))
+    vector = flat(MemoryOrder(start.member.param).arranged(sizes))
     groups = torch.nn.functional.pad(vector, (0, -len(vector) % GROUP)).view(-1, GROUP)  # zeros, which do not count
     half = torch.where(groups > 0, groups, torch.nan).nanmedian(1).values  # of nonzero elements
     return (half * 10 < groups.amax(1)).double().mean().item()

@@ -24,7 +24,7 @@ from compiled_optim.rule.vocabulary import where
 
 AUTO = "auto"
 Weights: TypeAlias = Literal["auto", "kahan", "stochastic", "split8", "split16", "master"]
-MODES: tuple[Weights, ...] = get_args(Weights)[1:]
+MODES: tuple[Weights, ...] = tuple(mode for mode in get_args(Weights) if mode != AUTO)
 """The modes in which a parameter can be stored; ``"auto"`` chooses one of them, or none."""
 REMAINDER_BITS = {"split8": 8, "split16": 16}
 ROUNDED = ("stochastic", "kahan", "split8")
@@ -284,12 +284,11 @@ def _is_excluded(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor) 
 
 def _weights(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, where: str) -> tuple[str, str] | None:
     mode, kahan_sum = group.get("weights"), group.get("kahan_sum", False)
-    if mode == AUTO:  # as True for optimi's name of it
-        mode, kahan_sum = None, kahan_sum is False or kahan_sum
-    if mode not in (None, "kahan") and kahan_sum is not False:
+    may_be_none = mode in (None, AUTO)  # for parameters of other dtypes
+    if not may_be_none and mode != "kahan" and kahan_sum is not False:
         raise ValueError(f"kahan_sum={kahan_sum} of {where} does not go with weights={mode!r}")
     half = HALVES.get(param.dtype)
-    if mode is None and (kahan_sum is False or half is None):
+    if (mode is None and kahan_sum is False) or (may_be_none and half is None):
         return None
     if group.get("differentiable"):
         raise ValueError(f"weights={mode or 'kahan'!r} of {where} does not go with differentiable=True")
@@ -298,7 +297,7 @@ def _weights(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, wher
     if half is None:
         reason = "is for parameters in bfloat16 or float16"
         raise ValueError(f"weights={mode!r} {reason}; {where} is {param.dtype}: name it in exclude=")
-    return mode or "kahan", half
+    return "kahan" if may_be_none else mode, half
 
 
 def _state_dtypes(

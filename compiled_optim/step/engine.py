@@ -7,6 +7,7 @@ import hashlib
 import itertools
 import os
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 from weakref import WeakValueDictionary
@@ -36,7 +37,7 @@ from compiled_optim.memory.torch_internals import (
     outside_inference_mode,
 )
 from compiled_optim.plan.clipping import CHOSEN, NAMES, Clipping
-from compiled_optim.plan.compilations import CompilationLog, spend
+from compiled_optim.plan.compilations import CompilationLog, spend, users_level
 from compiled_optim.plan.output_memory import NO_OUTPUTS
 from compiled_optim.plan.schedule import Schedules
 from compiled_optim.rule.declared import Declared, no_hyperparameter
@@ -349,22 +350,22 @@ class Engine:
     def run(self, grads: Gradients = None, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters, without hooks, in one thread at a time; see :meth:`prepare` and :meth:`Step.launch`."""
         with self.lock:
+            loss = seen = None
             if self.release is not None:
                 self.release(grads)
-                return self.trial.end() if self.trial.is_open else None
-            if self.accumulated.was_on:
+            elif self.accumulated.was_on:
                 step = self.current()
                 if self.launcher is not None and step.refusal:
                     raise ValueError(step.refusal)
                 present = list(map(gradient, step.params)) if grads is None else grads
                 self.update(self.accumulated.with_zeros(step.params, present), goes_on=False)
-                return self.trial.end() if self.trial.is_open else None
-            step = self.prepare(grads)
-            loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
-            self.finish(step)
-            if self.trial.is_open and grads is None and self.launcher is None:  # else compiled code or a graph has it
-                self.trial.look(step.plans, gradient, self.clipping, self.schedules)
-                self.trial.end()
+            else:
+                step = self.prepare(grads)
+                loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
+                self.finish(step)
+                seen = step if grads is None and self.launcher is None else None  # else compiled code or a graph has it
+            if self.trial.is_open:
+                self._try(seen, ends=True)
         return loss
 
     def run_in_graph(self, grads: Gradients) -> None:
@@ -398,8 +399,21 @@ class Engine:
                 step.launch_part()
             self.finish(step, counts=not (goes_on or self.accumulated.is_on))
             if self.trial.is_open and not self.accumulated.is_on:
-                grad_of = dict(zip(map(id, step.params), grads, strict=True))
-                self.trial.look(step.plans, lambda param: grad_of[id(param)], self.clipping, self.schedules)
+                self._try(step, grads)
+
+    def _try(self, step: Step | None, grads: Gradients = None, *, ends: bool = False) -> None:
+        """Let the trial see a step, or a part of one, and warn where it ``ends``. An error in it does not break the step."""
+        warning = ""
+        try:
+            if step is not None:
+                present = map(gradient, step.params) if grads is None else grads
+                self.trial.see(step.plans, dict(zip(map(id, step.params), present, strict=True)))
+            if ends:
+                warning = self.trial.end(self.clipping, self.schedules)
+        except Exception as error:
+            self.trial = Trial(is_open=False, failure=f"{type(error).__name__}: {error}")
+        if warning:
+            warnings.warn(warning, UserWarning, stacklevel=users_level())
 
     def prepare(self, grads: Gradients = None) -> Step:
         """Do the host's part of a step, and return the step. Nothing is updated yet. ``grads`` as in :meth:`Step.prepare`.

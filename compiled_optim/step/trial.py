@@ -1,240 +1,150 @@
-"""The next step of a few parameters, taken on copies; and a warning where 16 bits are too few for the first one."""
+"""A warning, after the first step, of 16-bit parameters that the step was too small to move."""
 
 from __future__ import annotations
 
 import math
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from compiled_optim.groups.param_group import ParamGroup
 from compiled_optim.groups.parameters import first_few
-from compiled_optim.lowering.select import Totals, lower
-from compiled_optim.memory.layout import part_placed_like, scalar, scalar_dtype
+from compiled_optim.memory.layout import part_placed_like
 from compiled_optim.memory.torch_internals import is_capturing, is_fake, outside_inference_mode
 from compiled_optim.plan.clipping import NAMES, Clipping, scaled
-from compiled_optim.plan.compilations import CompilationLog, users_level
-from compiled_optim.plan.output_memory import NO_OUTPUTS
-from compiled_optim.plan.plan import Member, Plan
+from compiled_optim.plan.plan import Plan
 from compiled_optim.plan.schedule import Schedules
-from compiled_optim.rule.storage import HALVES, INT8, code_name, scale_name
-from compiled_optim.state import ParamState, decoded, weight
+from compiled_optim.rule.storage import HALVES
+from compiled_optim.step.next_step import StepInputs, exact, remedy, taken, wide
 from compiled_optim.step.watch import sample
 
-_CHOICES = ("weights", "state_dtype")  # of the storage of weights and state
-_ELEMENTS = 1024  # of each parameter, which are judged
+_ELEMENTS, _TOTAL = 1024, 1 << 17  # that are judged, of each parameter and of all
 _STEPS = 10  # by which the averages of most rules have grown to what they average
-_WHOLE = 1 << 24  # elements of the largest parameter that is copied whole, where its step depends on all of them
-_COUNTS = [1 << power for power in range(21)]  # the steps at which a schedule is asked for its rate
-_MODES = "'auto', 'split8' or 'stochastic'"  # of weights=
-_RATES = ("lr", "initial_lr", "max_lr")  # of a group; schedulers write the last two
+_REMEDIES = "'auto', 'split8' or 'stochastic'"  # of weights=
 
 
-def taken(
-    plan: Plan, members: Sequence[Member], grads: Sequence[Tensor], elements: int | None = None, steps: int = 1
-) -> list[tuple[Tensor, Tensor]]:
-    """Return each of ``members`` with all its bits, and what its next step, neither clipped nor rounded, adds to it.
-
-    The step is taken from ``grads`` on copies, in float64 where the device has it. Of several ``steps`` from these gradients
-    the last one is returned. With ``elements``, for rules that work element by element, all is of a
-    :func:`~compiled_optim.step.watch.sample` of so many, also ``grads``.
-
-    Raises:
-        GradientLayoutError, ValueError: a step cannot take a gradient.
-    """
-    statics = {name: choice for name, choice in plan.statics.items() if name not in _CHOICES}
-    befores, shadows = [], []
-    for member in members:
-        param, weights = member.param.detach(), plan.statics.get("weights")
-        values = {"param": param if weights is None else weight(param, member.entries, *weights)}
-        values |= decoded_buffers(plan, member, statics)
-        if elements is not None:
-            values = {name: sample(value, param, elements, spread=True) for name, value in values.items()}
-        before, *buffers = map(wide, values.values())
-        entries = {name: entry.clone() for name, entry in member.entries.items() if name not in plan.buffers}
-        entries |= zip([*values][1:], buffers, strict=True)
-        of_group = member.groups, member.group, member.index
-        shadows.append(Member(before.clone(), *of_group, ParamState(entries), tuple(entries), member.numbers))
-        befores.append(before)
-    present: list[Tensor | None] = [*grads]
-    by_id = dict(zip([id(shadow.owner) for shadow in shadows], grads, strict=True))
-    copies = Plan(plan.rule, statics, shadows, lambda param: by_id[id(param)])
-    copies.read(present, state=False, keep_alive=True)  # an error where a step would raise one
-    clipping = Clipping(plan.device)
-    lowering = lower(copies, "eager", clipping, CompilationLog(), NO_OUTPUTS, False)
-    lowering.compile()
-    copies.reread(present)
-    lowering.prepare(present)
-    launched = Totals([lowering], clipping) if plan.rule.has_totals(plan.statics) else lowering
-    for _ in range(steps):
-        last = [shadow.param.clone() for shadow in shadows]
-        launched.launch()
-    lowering.finish()
-    return [(before, shadow.param - old) for before, old, shadow in zip(befores, last, shadows, strict=True)]
+class _Judged(NamedTuple):
+    name: str
+    remedy: str
+    lr: float  # to which the update was scaled
+    moving: int  # elements of the sample with an update
+    staying: int  # those of them that are rounded back
 
 
-def decoded_buffers(plan: Plan, member: Member, statics: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the names of the rule's own buffers, under the choices of ``statics``, and the buffers, decoded."""
-    codes = {name for name, dtype in plan.statics.get("state_dtype", ()) if dtype == INT8}
-    for name in plan.rule.present_buffers(statics):
-        entry = member.entries[code_name(name) if name in codes else name]
-        yield name, (decoded(entry, member.entries[scale_name(name)]) if name in codes else entry).detach()
-
-
-def wide(tensor: Tensor) -> Tensor:
-    """Return a copy of ``tensor`` in the widest dtype of its device."""
-    dtype = scalar_dtype(tensor.device)
-    return tensor.to(dtype.to_complex() if tensor.is_complex() else dtype, copy=True)
-
-
-def remedy(plan: Plan, member: Member, modes: str) -> str:
-    """Return, in words, what lets steps move a parameter for which they are too small; ``modes`` of ``weights`` may."""
-    if member.param.dtype not in HALVES or "weights" in plan.statics:
-        return "use a larger lr: the weights already have all bits of float32"
-    has_modes = any(option.name == "weights" for option in plan.rule.options)
-    is_recorded = member.groups[member.group].get("differentiable")
-    return f"use weights={modes}" if has_modes and not is_recorded else "keep it in float32"
-
-
-_Judged: TypeAlias = tuple[Member, str, float, int, int]
-"""A parameter with a remedy, the rate to which its update was scaled, the elements of its sample that move and that stay."""
-
-
+@dataclass
 class Trial:
-    """Warns, once, of 16-bit parameters without ``weights`` that their steps are too small to move.
+    """Judges whether the first step with ``lr`` above 0 rounds 16-bit parameters without ``weights`` back, and waits for it.
 
-    It judges the first step that is taken with ``lr`` above 0, and waits for the device there. A sample of each parameter
-    takes another step from the same gradient, and ten if that one is too small, since averages grow. The update is scaled
-    to the largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, or of a schedule in the step, so that a warm-up
-    decides nothing. A parameter is reported if more than half of the elements that have a gradient and an update are
-    rounded back. Rules that sum over all parameters are not judged, since such a sum sets their pace, nor are parameters of
-    over 2**24 elements whose step depends on all elements.
+    A sample of each parameter takes another step from the same gradient, and ten, since averages grow. The update is scaled
+    to the largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, so that a warm-up decides nothing. A group whose
+    ``lr`` has a schedule in the step is left out unless it has one of the last two. A parameter is reported if more than half
+    of the elements that have a gradient and an update are rounded back; other gradients may still move them later. Only
+    rules that work element by element on dense gradients are judged, and none that sum over all parameters.
 
     Attributes:
         is_open: whether no step was judged yet.
-        warned: the names of the parameters that will not move, the evidence and the remedy; None if there are none.
+        found: the names of the parameters that are reported, the evidence and the remedy; None if there are none.
+        failure: why the step could not be judged; empty if it could.
     """
 
-    def __init__(self) -> None:
-        self.is_open = True
-        self.warned: tuple[tuple[str, ...], str, str] | None = None
-        self._judged: list[_Judged] = []  # in this step
-        self._has_gradients = False  # whether any parameter had one in this step
-        self._is_postponed = False  # whether 16-bit ones that had one were not to move in this step
+    is_open: bool = True
+    found: tuple[tuple[str, ...], str, str] | None = None
+    failure: str = ""
+    _seen: dict[Plan, dict[int, StepInputs]] | None = None  # samples, by the parameter's identity; None without a gradient
+
+    @torch.no_grad()
+    def see(self, plans: Sequence[Plan], grads: Mapping[int, Tensor | None]) -> None:
+        """Take samples after a step, or a part of one, from ``grads``, by the identity of the parameter."""
+        if any(is_capturing(plan.device) for plan in plans) or all(grad is None for grad in grads.values()):
+            return
+        self._seen = self._seen or defaultdict(dict)
+        count = min(_ELEMENTS, _TOTAL // max(1, sum(len(plan.members) for plan in plans)) + 1)
+        for plan, member in ((plan, member) for plan in plans if _is_judged(plan) for member in plan.members):
+            param, grad = member.param, grads[id(member.owner)]
+            part = part_placed_like(grad, member.owner)  # another one would have to be sent between processes
+            if part is not None and part.numel() and param.dtype in HALVES:
+                values = {name: sample(value, param, count, spread=True) for name, value in exact(plan, member).items()}
+                grad = wide(sample(part.detach(), param, count, spread=True))
+                self._seen[plan][id(member.owner)] = StepInputs(member, values, grad)
 
     @outside_inference_mode()
     @torch.no_grad()
-    def look(
-        self,
-        plans: Sequence[Plan],
-        grad_of: Callable[[Tensor], Tensor | None],
-        clipping: Clipping,
-        schedules: Schedules,
-    ) -> None:
-        """Judge the parameters of ``plans`` that have just taken a step, or a part of one, from what ``grad_of`` returns."""
-        self.is_open = any(_is_rounded(plan, member) for plan in plans for member in plan.members)
-        if not self.is_open or any(is_capturing(plan.device) for plan in plans):
-            return
-        for plan in plans:
-            full = [(member, grad_of(member.owner)) for member in plan.members]
-            self._has_gradients |= any(grad is not None for _, grad in full)
-            parts = [(m, part_placed_like(g, m.owner)) for m, g in full]  # others would have to be sent between processes
-            rounded = [(m, g) for m, g in parts if g is not None and m.param.numel() and _is_rounded(plan, m)]
-            if rounded:
-                judged = list(_judged(plan, rounded, clipping, schedules))
-                self._judged += judged
-                self._is_postponed |= not judged
-
-    def end(self) -> None:
-        """End the step, after the last :meth:`look` at its parts. Warn of what will not move."""
-        judged, self._judged = self._judged, []
-        self.is_open &= not judged and (self._is_postponed or not self._has_gradients)
-        self._has_gradients, self._is_postponed = False, False
-        if not (stuck := [each for each in judged if _is_stuck(*each[-2:])]):
-            return
-        members, remedies, rates, moving, staying = zip(*stuck, strict=True)
+    def end(self, clipping: Clipping, schedules: Schedules) -> str:
+        """Judge the step that was seen. Return a warning, or ""."""
+        seen, self._seen = self._seen, None
+        if seen is None:
+            return ""
+        results = [_judged(plan, [*starts.values()], clipping, schedules) for plan, starts in seen.items()]
+        judged = [each for result in results for each in result or ()]
+        self.is_open = not judged and None in results
+        stuck = [each for each in judged if each.staying * 2 > each.moving]
+        if not stuck:
+            return ""
+        names, remedies, rates, moving, staying = zip(*stuck, strict=True)
         lr = " to ".join(f"{rate:.3g}" for rate in dict.fromkeys((min(rates), max(rates))))
-        evidence = f"at lr {lr}, {sum(staying) / sum(moving):.0%} of their elements are rounded back to what they were"
-        names = tuple(member.name for member in members)
-        self.warned = names, evidence, ", or ".join(dict.fromkeys(remedies))
-        message = f"{len(stuck)} of {len(judged)} 16-bit parameters will not move ({first_few(names)}): {evidence}"
-        warnings.warn(f"compiled_optim: {message}; {self.warned[2]}", UserWarning, stacklevel=users_level())
+        share = f"{sum(staying) / sum(moving):.0%} of their elements"
+        evidence = f"at lr {lr}, {share} are rounded back to what they were by this step"
+        self.found = names, evidence, ", or ".join(dict.fromkeys(remedies))
+        whose = f"{len(stuck)} of {len(judged)} 16-bit parameters ({first_few(names)})"
+        return f"compiled_optim: the step is too small for {whose}: {evidence}; {self.found[-1]}"
 
 
-def _is_rounded(plan: Plan, member: Member) -> bool:
-    """Return whether steps round a parameter to 16 bits, and its next step can be taken on a sample or a copy."""
-    if member.param.dtype not in HALVES or plan.statics.get("weights") is not None:
-        return False
-    is_real = not (plan.is_meta or plan.wrapped or is_fake(member.param))
-    is_small = member.param.numel() <= _WHOLE or _is_sampled(plan)
-    return is_real and is_small and not plan.rule.has_totals(plan.statics)
+def _is_judged(plan: Plan) -> bool:
+    by_element = plan.rule.is_elementwise and not plan.rule.stages(plan.statics)
+    has_numbers = not (plan.wrapped or is_fake(plan.members[0].param))
+    return by_element and has_numbers and plan.statics.get("weights") is None
 
 
-def _is_sampled(plan: Plan) -> bool:
-    return plan.rule.granularity == "element" and plan.rule.gradients == "dense"
-
-
-def _judged(
-    plan: Plan, pairs: Sequence[tuple[Member, Tensor]], clipping: Clipping, schedules: Schedules
-) -> Iterator[_Judged]:
-    """Yield the parameters whose ``lr`` is not 0, judged by their gradients, if the last step was not skipped."""
+def _judged(plan: Plan, starts: list[StepInputs], clipping: Clipping, schedules: Schedules) -> list[_Judged] | None:
+    """Judge parameters of a plan by their samples; None if the step was to move none of them."""
     factor: Tensor | float = 1.0
     if not clipping.idle:
         norm, skipped, _ = clipping.outcome(plan.device)
         clips = [number.to(norm) for number in clipping.tensors(plan.device)]
         factor, *_ = scaled((norm * clips[NAMES.index("grad_scale")]).square(), *clips)
         if skipped:
-            return
+            return None
     groups = plan.members[0].groups
-    rates = {index: _rates(groups, index, schedules) for index in {member.group for member, _ in pairs}}
-    pairs = [(member, grad.detach()) for member, grad in pairs if rates[member.group][0] > 0]
-    is_sampled = _is_sampled(plan)
-    if is_sampled:
-        pairs = [(member, sample(grad, member.param, _ELEMENTS, spread=True)) for member, grad in pairs]
-    parts = [pairs] if is_sampled else [[pair] for pair in pairs]  # whole copies one by one
-    counted = [counts for part in parts for counts in _counted(plan, part, factor, rates, 1)]
-    if again := [i for i, counts in enumerate(counted) if is_sampled and _is_stuck(*counts)]:
-        later = dict(zip(again, _counted(plan, [pairs[i] for i in again], factor, rates, _STEPS), strict=True))
-        counted = [later.get(i, counts) for i, counts in enumerate(counted)]
-    for (member, _), (moving, staying) in zip(pairs, counted, strict=True):
-        yield member, remedy(plan, member, _MODES), rates[member.group][1], moving, staying
+    rates = {i: _rates(groups[i], (i, "lr") in schedules.functions) for i in {start.member.group for start in starts}}
+    known = [start for start in starts if rates[start.member.group]]
+    moved = [start for start in known if rates[start.member.group][0] > 0]
+    if not moved:
+        return None if known else []
+    runs, counts = _alike(plan, moved), []
+    joined = [_joined(run, factor) for run in runs]
+    for run, (member, _, grad), (before, update) in zip(runs, joined, taken(plan, joined, _STEPS), strict=True):
+        lr, largest = rates[member.group]
+        moves = (update != 0) & update.isfinite() & (grad != 0)  # else weight decay alone moves it, which few would miss
+        stays = moves & ((before + update * (largest / lr)).to(member.param.dtype) == before)
+        counts += [part.sum(1) for part in torch.stack([moves, stays]).split([start.grad.numel() for start in run], 1)]
+    members = [start.member for run in runs for start in run]
+    whose = [(member.name, remedy(plan, member, _REMEDIES), rates[member.group][1]) for member in members]
+    return [_Judged(*each, *found) for each, found in zip(whose, torch.stack(counts).tolist(), strict=True)]
 
 
-def _is_stuck(moving: int, staying: int) -> bool:
-    return staying * 2 > moving
-
-
-def _counted(
-    plan: Plan,
-    pairs: Sequence[tuple[Member, Tensor]],
-    factor: Tensor | float,
-    rates: Mapping[int, tuple[float, float]],
-    steps: int,
-) -> list[tuple[int, int]]:
-    """Return, for each parameter, how many elements have an update, and how many of those are rounded back."""
-    members, grads = [member for member, _ in pairs], [wide(grad) * factor for _, grad in pairs]
-    counts: list[Tensor] = []
-    updates = taken(plan, members, grads, _ELEMENTS if _is_sampled(plan) else None, steps) if pairs else []
-    for member, grad, (before, update) in zip(members, grads, updates, strict=True):
-        lr, rate = rates[member.group]
-        moves = (update != 0) & update.isfinite()
-        moves &= True if grad.is_sparse else grad != 0  # else weight decay alone moves it, which few would miss
-        stays = (before + update * (rate / lr)).to(member.param.dtype) == before
-        counts += moves.sum(), (moves & stays).sum()
-    return [(moving, staying) for moving, staying in torch.stack(counts).view(-1, 2).tolist()] if counts else []
-
-
-def _rates(groups: Sequence[ParamGroup], index: int, schedules: Schedules) -> tuple[float, float]:
-    """Return the ``lr`` of the last step of a group, and the largest that the training is known to have."""
-    group = groups[index]
+def _rates(group: ParamGroup, is_scheduled: bool) -> tuple[float, ...]:
+    """Return a group's ``lr`` and the largest one that is known; nothing where only a schedule in the step knows that."""
     entries = {**dict(dict.items(group)), **group.floats()}
-    rates = [float(entries[name]) for name in _RATES if isinstance(entries.get(name), (int, float, Tensor))]
-    if (index, "lr") in schedules.functions:
-        hyper, function = schedules.functions[index, "lr"]
-        device = group.read_only("lr")[0].device
-        peaks = [float(value) for count in _COUNTS for value in hyper.elements(function(scalar(count, device)), "")]
-        rates += filter(math.isfinite, peaks)
-    return (rates[0], max(rates)) if "lr" in entries else (0.0, 0.0)
+    numbers = [e for e in map(entries.get, ("initial_lr", "max_lr")) if isinstance(e, (int, float, Tensor))]
+    peaks = [float(n) for n in numbers if not isinstance(n, Tensor) or (n.numel() == 1 and not n.is_complex())]
+    lr = entries.get("lr")
+    return () if lr is None or (is_scheduled and not peaks) else (lr, max(lr, *filter(math.isfinite, peaks), 0.0))
+
+
+def _alike(plan: Plan, starts: list[StepInputs]) -> list[list[StepInputs]]:
+    """Return lists of parameters that take the same step, which can be joined to save launches."""
+    alike = defaultdict[tuple[object, ...], list[StepInputs]](list)
+    scalars = [start.member.entries[name].detach() for start in starts for name in plan.rule.scalar_names]
+    for start, column in zip(starts, torch.stack(scalars).view(len(starts), -1).tolist(), strict=True):
+        numbers = [pair for pair in start.member.numbers.items() if pair[0] != "seed"]  # which only rounding reads
+        alike[start.member.group, start.member.param.dtype, *numbers, *column].append(start)
+    return [*alike.values()]
+
+
+def _joined(run: list[StepInputs], factor: Tensor | float) -> StepInputs:
+    values = {name: torch.cat([start.values[name] for start in run]) for name in run[0].values}
+    return StepInputs(run[0].member, values, torch.cat([start.grad for start in run]) * factor)

@@ -1,9 +1,8 @@
-"""The warning of 16-bit parameters that will not move: it says what 200 steps do, and costs later steps nothing."""
+"""The warning of 16-bit parameters for which steps are too small: later steps bear it out, and it costs them nothing."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -22,6 +21,8 @@ from torch.optim.lr_scheduler import LambdaLR, OneCycleLR
 
 import compiled_optim as co
 from compiled_optim.optimizer import CompiledOptimizer, engine_of
+from compiled_optim.step.next_step import taken
+from compiled_optim.step.trial import Trial
 
 SIDE, STEPS = 32, 200
 WEIGHTS = {"small": (0.02, 0.0), "ones": (0.0, 1.0), "wide": (1.0, 0.0)}  # deviation and mean
@@ -35,7 +36,7 @@ def hearing() -> Iterator[list[str]]:
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
         yield texts
-    texts += [str(w.message) for w in given if "will not move" in str(w.message)]
+    texts += [str(w.message) for w in given if "too small" in str(w.message)]
 
 
 def ones(count: int = 1, dtype: torch.dtype = torch.bfloat16, size: int = 64) -> dict[str, Parameter]:
@@ -73,18 +74,15 @@ def naive_updates(kind: str, lr: float, grads: list[Tensor], weight: Tensor) -> 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("kind", ["AdamW", "Lion", "SGD"])
 def test_it_says_what_200_steps_do(kind: str, dtype: torch.dtype, rises: bool) -> None:
-    """Where gradients stay, and where they change; of SGD's, whose size then changes, each step is counted by itself."""
-    compared = []
-    for lr, name, changes in [(r, n, c) for r in (1e-6, 1e-5, 1e-4, 1e-3) for n in WEIGHTS for c in (False, True)]:
+    """Where gradients stay, and where they change. Of SGD a larger one may come, which moves what the first one does not."""
+    compared, changing = [], (False,) if kind == "SGD" else (False, True)
+    for lr, name, changes in [(r, n, c) for r in (1e-6, 1e-5, 1e-4, 1e-3) for n in WEIGHTS for c in changing]:
         generator, (deviation, mean) = torch.Generator().manual_seed(1), WEIGHTS[name]
         drawn = torch.randn(STEPS if changes else 1, SIDE, SIDE, generator=generator).to(dtype)
         grads = [*drawn] if changes else [drawn[0]] * STEPS
         weight = (torch.randn(SIDE, SIDE, generator=generator) * deviation + mean).to(dtype)
         steps = [weight, *naive_updates(kind, lr, [grad.double() for grad in grads], weight)]
-        if kind == "SGD" and changes:
-            moved = torch.stack([new != old for old, new in itertools.pairwise(steps)]).double().mean()
-        else:
-            moved = torch.stack([new != weight for new in steps]).any(0).double().mean()
+        moved = torch.stack([new != weight for new in steps]).any(0).double().mean()
         param = Parameter(weight.clone())
         optimizer = getattr(co, kind)([param], lr=lr)
         scheduler = LambdaLR(optimizer, lambda step: min(step / 50, 1) if rises else 1.0)
@@ -112,8 +110,8 @@ def test_norms_of_1_stay_at_a_rate_at_which_matrices_move() -> None:
     assert {n: (p != before[n]).double().mean().item() > 0.9 for n, p in params.items()} == {"norm": False, "matrix": True}
     assert torch.equal(params["norm"], before["norm"])
     assert texts == [
-        "compiled_optim: 1 of 2 16-bit parameters will not move (norm): at lr 0.001, 100% of their elements are rounded "
-        "back to what they were; use weights='auto', 'split8' or 'stochastic'"
+        "compiled_optim: the step is too small for 1 of 2 16-bit parameters (norm): at lr 0.001, 100% of their "
+        "elements are rounded back to what they were by this step; use weights='auto', 'split8' or 'stochastic'"
     ]
 
 
@@ -138,7 +136,7 @@ def test_it_is_said_once_to_whoever_called_the_step_and_in_reports() -> None:
     params = ones(5)
     optimizer = co.AdamW(params, **STUCK)
     assert not co.compile_report(optimizer).findings
-    with pytest.warns(UserWarning, match=r"5 of 5 .* \(w0, w1, w2 and 2 more\): at lr 1e-06, 100%") as caught:
+    with pytest.warns(UserWarning, match=r"5 of 5 16-bit parameters \(w0, w1, w2 and 2 more\): at lr 1e-06, 100%") as caught:
         optimizer.step()
     assert [w.filename for w in caught] == [__file__]
     assert said(optimizer, 3) == []
@@ -146,7 +144,7 @@ def test_it_is_said_once_to_whoever_called_the_step_and_in_reports() -> None:
     (found,) = report.findings
     assert (found.name, found.params) == ("too small", tuple(params))
     first, second, *_ = str(report).splitlines()
-    assert first == "AdamW: multi_tensor lowering, 4 steps. Weights will not move: see below."
+    assert first == "AdamW: multi_tensor lowering, 4 steps. The first step is too small for some weights: see below."
     assert second.startswith("  too small: w0, w1, w2 and 2 more: at lr 1e-06, 100% of their elements are rounded back")
     assert co.explain(params, optimizer).findings == (found,)
 
@@ -155,7 +153,7 @@ def test_groups_have_their_own_rates() -> None:
     a, b, c = ones(3).values()
     optimizer = co.SGD([{"params": {"a": a}, "lr": 1e-6}, {"params": {"b": b}, "lr": 1e-5}, {"params": {"c": c}, "lr": 0.5}])
     (text,) = said(optimizer)
-    assert "2 of 3 16-bit parameters will not move (a, b): at lr 1e-06 to 1e-05" in text
+    assert "too small for 2 of 3 16-bit parameters (a, b): at lr 1e-06 to 1e-05" in text
 
 
 @pytest.mark.parametrize(
@@ -171,14 +169,15 @@ def test_groups_have_their_own_rates() -> None:
 )
 def test_nothing_is_said_or_computed_where_weights_move(dtype: torch.dtype, options: dict[str, Any]) -> None:
     optimizer = co.AdamW(ones(dtype=dtype), **STUCK | options)
-    with mock.patch("compiled_optim.step.trial.taken", wraps=None) if "lr" not in options else mock.MagicMock():
+    with mock.patch("compiled_optim.step.trial.taken", wraps=taken) as computed:
         assert said(optimizer) == []
+    assert computed.called == ("lr" in options)
     assert not engine_of(optimizer).trial.is_open
 
 
 @pytest.mark.parametrize("kind", ["number", "tensor", "given", "one cycle", "in the step"])
 def test_a_rate_that_rises_later(kind: str) -> None:
-    """It decides nothing that it begins low, nor that it begins at 0, whoever makes it rise."""
+    """It decides nothing that it begins low, nor that it begins at 0. A schedule in the step needs its peak as an entry."""
     for peak, expected in ((0.1, 0), (1e-6, 1)):
         lr = torch.tensor(peak) if kind == "tensor" else peak
         optimizer = co.AdamW(
@@ -193,12 +192,35 @@ def test_a_rate_that_rises_later(kind: str) -> None:
             if kind == "given":
                 optimizer.param_groups[0]["lr"] = peak / 1e4
             else:
+                optimizer.param_groups[0]["initial_lr"] = peak
                 optimizer.schedule(lr=lambda step: peak * torch.minimum((step - 1) / 1e4, torch.ones_like(step)))  # noqa: B023
         with hearing() as texts:
             for _ in range(3):
                 optimizer.step()
                 scheduler.step()
         assert len(texts) == expected
+
+
+def test_a_schedule_in_the_step_is_not_asked_for_other_steps() -> None:
+    """Only its first values are known, so that nothing is said."""
+    for trial in (Trial(), Trial(is_open=False)):
+        counts: list[float] = []
+        optimizer = co.AdamW(ones(), **STUCK)
+        engine_of(optimizer).trial = trial
+        optimizer.schedule(lr=lambda step: (counts if step.is_meta else counts.append(float(step)), step * 1e-9)[1])  # noqa: B023
+        assert said(optimizer, 3) == []
+        assert not trial.is_open and not trial.failure
+        assert counts == [1, 1, 1, 2, 3]
+
+
+@pytest.mark.parametrize("entry", ["0.1", None, [0.1], torch.ones(3), torch.ones(1, dtype=torch.complex64), float("nan")])
+def test_entries_that_are_no_rates_are_ignored(entry: Any) -> None:
+    optimizer = co.AdamW(ones(), **STUCK)
+    dict.__setitem__(optimizer.param_groups[0], "initial_lr", entry)  # as other code may
+    assert len(said(optimizer)) == 1
+    optimizer.param_groups[0]["initial_lr"] = torch.tensor([0.1])
+    engine_of(optimizer).trial = Trial()
+    assert said(optimizer) == []
 
 
 def skipped_by_nan(optimizer: CompiledOptimizer, *, on: bool) -> None:
@@ -344,13 +366,11 @@ def test_micro_batches_say_it_at_the_end_of_the_step() -> None:
     [
         (co.AdamW, {"state_dtype": "int8"}, "use weights="),
         (co.AdamW, {"differentiable": True}, "keep it in float32"),
-        (co.AdamW, {"maximize": True, "cautious": True}, "use weights="),
+        (co.AdamW, {"maximize": True}, "use weights="),
+        (co.AdamW, {"cautious": True}, None),  # scales by a mean over the tensor
         (co.AdamWScheduleFree, {}, "use weights="),
-        (co.Muon, {}, "use weights="),
-        (co.LAMB, {}, "use weights="),
-        (co.Adafactor, {"lr": 1e-9}, "keep it in float32"),
-        (co.SparseAdam, {}, "keep it in float32"),
-        (co.Prodigy, {}, None),  # its sums over all parameters set its pace
+        (co.Rprop, {"step_sizes": (1e-9, 1e-9)}, "use weights="),
+        *((kind, {}, None) for kind in (co.Muon, co.LAMB, co.Adafactor, co.SparseAdam, co.Prodigy)),  # not by element
     ],
 )
 def test_every_kind_of_rule(kind: Any, options: dict[str, Any], advice: str | None) -> None:
@@ -380,3 +400,63 @@ def test_training_goes_on_bit_for_bit(kind: type[CompiledOptimizer]) -> None:
         found.append({"w": param.detach(), **optimizer.state[param]})
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def called(optimizer: CompiledOptimizer, model: torch.nn.Module) -> None:
+    model(torch.ones(1, 64).bfloat16()).sum().backward()
+
+
+def released(optimizer: CompiledOptimizer, model: torch.nn.Module) -> None:
+    co.prepare_for_gradient_release(model, optimizer)
+    called(optimizer, model)
+
+
+def accumulated(optimizer: CompiledOptimizer, model: torch.nn.Module) -> None:
+    optimizer.optimizer_accumulation = True
+    called(optimizer, model)
+    optimizer.step()
+    optimizer.optimizer_accumulation = False
+
+
+@pytest.mark.parametrize("fault", ["the warning is an error", "it fails"])
+@pytest.mark.parametrize("begin", [called, released, accumulated])
+def test_no_fault_of_it_breaks_a_step(begin: Any, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The optimizer is as after a complete step, and steps on; of a failure, reports tell the reason."""
+    found = []
+    for is_open in (False, True):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, dtype=torch.bfloat16) for _ in range(2)))
+        with torch.no_grad():
+            for number, param in enumerate(model.parameters(), 1):
+                param.copy_(torch.linspace(-1, number, param.numel()).view(param.shape))
+        optimizer = co.AdamW(model.named_parameters(), **STUCK)
+        engine_of(optimizer).trial.is_open = is_open
+        with monkeypatch.context() as patch:
+            fails = mock.Mock(side_effect=ZeroDivisionError("no reason"))
+            if fault == "it fails":
+                patch.setattr("compiled_optim.step.trial.taken", fails)
+            begin(optimizer, model)
+            with warnings.catch_warnings(action="error"):
+                if is_open and fault != "it fails":
+                    with pytest.raises(UserWarning, match="too small"):
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                optimizer.zero_grad()
+                called(optimizer, model)
+                optimizer.step()
+            assert fails.call_count == (is_open and fault == "it fails")
+        entries = [each for of_param in optimizer.state.values() for each in of_param.values()]
+        found.append([*model.parameters(), *entries, torch.tensor([engine_of(optimizer).steps])])
+        report = co.compile_report(optimizer)
+        said_so = "the first step could not be judged: ZeroDivisionError: no reason"
+        assert [f.evidence for f in report.findings if f.name == "not judged"] == [said_so] * fails.call_count
+        assert (said_so in str(report)) == bool(fails.call_count)
+    assert all(map(torch.equal, *found))
+
+
+def test_parameters_that_take_the_same_step_are_judged_by_one() -> None:
+    optimizer = co.AdamW([{"params": ones(20)}, {"params": {f"x{n}": p for n, p in ones(3).items()}, "lr": 1e-5}], **STUCK)
+    with mock.patch("compiled_optim.step.trial.taken", wraps=taken) as computed:
+        (text,) = said(optimizer)
+    assert "23 of 23" in text
+    assert [len(call.args[1]) for call in computed.call_args_list] == [2]

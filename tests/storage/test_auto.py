@@ -55,8 +55,9 @@ def test_it_is_nothing_for_a_model_in_other_dtypes(dtype: torch.dtype) -> None:
 
 def test_it_goes_with_optimis_name_and_is_offered() -> None:
     param = Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
-    assert "kahan_comp" in co.SGD([param], weights="auto", kahan_sum=True).state[param]
+    for kahan_sum in (True, None, False):
+        assert "kahan_comp" in co.SGD([param], weights="auto", kahan_sum=kahan_sum).state[param]
     with pytest.raises(ValueError, match=r"weights must be None or one of 'auto', 'kahan', .* got 'aut'; did you mean auto"):
         co.SGD([param], weights="aut")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"weights='kahan' of .* does not go with differentiable=True"):
+    with pytest.raises(ValueError, match=r"weights='auto' of .* does not go with differentiable=True"):
         co.SGD([param], weights="auto", differentiable=True)
