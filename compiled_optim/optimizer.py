@@ -90,7 +90,7 @@ class CompiledOptimizer(Declared, SavedOptimizer):
             projection, each part is updated by itself: ``{"*qkv*": 3}`` means three equal parts, and ``{"*qkv*": (768, 256,
             256)}`` parts of so many rows. ``{"*q_proj*": 12}`` is for twelve heads.
         weights: how the state stores the bits that bfloat16 and float16 parameters lack, per group. None rounds the
-            parameters, as torch.optim does; the first step warns of those that then will not move. ``"kahan"`` stores a
+            parameters, as torch.optim does; the first step warns of those that it is too small for. ``"kahan"`` stores a
             compensation of the same dtype, ``"split8"`` and ``"split16"`` a remainder (24 or 32 bits with the parameter's),
             ``"master"`` a float32 copy. ``"stochastic"`` stores nothing and rounds at random, without bias. Parameters of
             other dtypes must be in ``exclude``, but for ``"auto"``, which is ``"kahan"`` for 16-bit ones alone. This

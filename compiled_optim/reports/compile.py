@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import starmap
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,6 @@ from compiled_optim.optimizer import CompiledOptimizer, checked_engine
 from compiled_optim.plan.compilations import Compilation, CompilationLog
 from compiled_optim.reports.finding import Finding
 from compiled_optim.step.rule_step import RuleStep
-from compiled_optim.step.trial import Trial
 
 _LOCATE = "to find the line of your code that causes it, run the loop under `with co.no_recompiles():`"
 
@@ -44,10 +44,10 @@ class CompileReport:
         cache: the directory of compiled C++. Other processes use it too, unless no directory was safe to share.
         construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
         moved_steps: the number of steps with gradients at new addresses, mostly since ``zero_grad`` had freed them.
-        findings: named as follows. ``"too small"``: the first step warned that it is too small for 16-bit parameters.
-            ``"not judged"``: an error kept it from finding out. ``"idle"``: steps were taken, and none changed a parameter.
-            ``"slower"``: something takes longer than it could, such as a part that runs uncompiled. ``"recompiled"`` and ``"captured again"``: a cause of compilations after the first
-            step, or of captures that replaced a stale graph.
+        findings: named as follows. ``"too small"``: the first step was too small for some 16-bit parameters. ``"not
+            judged"``: an error kept it from finding out. ``"idle"``: steps were taken, and none changed a parameter. ``"slower"``:
+            something takes longer than it could, such as a part that runs uncompiled. ``"recompiled"`` and ``"captured
+            again"``: a cause of compilations after the first step, or of captures that replaced a stale graph.
     """
 
     optimizer: str
@@ -157,14 +157,6 @@ def findings_of(log: CompilationLog, *, is_idle: bool) -> Iterator[Finding]:
             yield Finding(name, (), cause + f" ({count} times)" * (count > 1), _LOCATE)
 
 
-def findings_of_trial(trial: Trial) -> Iterator[Finding]:
-    """Yield the finding of the first step about parameters that it was too small to move, or why it was not judged."""
-    if trial.found is not None:
-        yield Finding("too small", *trial.found)
-    if trial.failure:
-        yield Finding("not judged", (), f"the first step could not be judged: {trial.failure}")
-
-
 def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
     """Report the kernels that were compiled for ``optimizer``, and how its steps run.
 
@@ -188,7 +180,7 @@ def compile_report(optimizer: CompiledOptimizer) -> CompileReport:
         str(cache_directory()),
         log.construction,
         log.moved_steps,
-        (*findings_of_trial(engine.trial), *findings_of(log, is_idle=is_idle)),
+        (*starmap(Finding, engine.trial.findings), *findings_of(log, is_idle=is_idle)),
     )
 
 

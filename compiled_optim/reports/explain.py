@@ -17,7 +17,6 @@ from compiled_optim.memory.addresses import gradient
 from compiled_optim.memory.torch_internals import is_fake
 from compiled_optim.model import Listed, Model, listed_parameters, roles
 from compiled_optim.optimizer import CompiledOptimizer, checked_engine
-from compiled_optim.reports.compile import findings_of_trial
 from compiled_optim.reports.finding import Finding
 from compiled_optim.reports.memory import bytes_of
 from compiled_optim.rule.declared import Declared, rule_name
@@ -164,7 +163,7 @@ def explain(model: Model, optimizer: CompiledOptimizer | Sequence[CompiledOptimi
     unowned = {name: e.tensor for name, e in listed.items() if e.tensor.requires_grad and id(e.tensor) not in first}
     others = (*_elsewhere(listed, unowned, gone), *_of_groups(groups), *_unused(listed, groups, grouped))
     findings = [*(Finding(name, tuple(names), evidence) for (name, evidence), names in problems.items()), *others]
-    findings += [finding for engine in engines for finding in findings_of_trial(engine.trial)]
+    findings += [Finding(*each) for engine in engines for each in engine.trial.findings]
     return Explanation(records, tuple(findings))
 
 

@@ -91,7 +91,7 @@ def _report(optimizer: str, plans: Sequence[Plan]) -> NumericsReport:
             if share := _uneven(plan, start):
                 evidence, advice = _UNEVEN.format(share=share), "choose state_dtype=torch.bfloat16, or name it in exclude="
                 uneven.append(Finding("uneven", (member.name,), evidence, advice, {"share": share}))
-            ((before, step),) = ([as_real(t) for t in pair] for pair in taken(plan, [start]))
+            before, step = map(as_real, taken(plan, start))
             step = step.abs()
             moved = (step > 0) & step.isfinite()
             if not moved.any():

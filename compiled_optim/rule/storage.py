@@ -297,7 +297,7 @@ def _weights(group: Mapping[str, Any], is_matched: _Matcher, param: Tensor, wher
     if half is None:
         reason = "is for parameters in bfloat16 or float16"
         raise ValueError(f"weights={mode!r} {reason}; {where} is {param.dtype}: name it in exclude=")
-    return "kahan" if may_be_none else mode, half
+    return ("kahan" if mode is None or mode == AUTO else mode), half
 
 
 def _state_dtypes(

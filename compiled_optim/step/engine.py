@@ -403,15 +403,14 @@ class Engine:
 
     def _try(self, step: Step | None, grads: Gradients = None, *, ends: bool = False) -> None:
         """Let the trial see a step, or a part of one, and warn where it ``ends``. An error in it does not break the step."""
-        warning = ""
         try:
             if step is not None:
                 present = map(gradient, step.params) if grads is None else grads
                 self.trial.see(step.plans, dict(zip(map(id, step.params), present, strict=True)))
-            if ends:
-                warning = self.trial.end(self.clipping, self.schedules)
+            warning = self.trial.end(self.clipping, self.schedules) if ends else ""
         except Exception as error:
-            self.trial = Trial(is_open=False, failure=f"{type(error).__name__}: {error}")
+            reason = f"the first step could not be judged: {type(error).__name__}: {error}"
+            warning, self.trial = "", Trial(is_open=False, findings=(("not judged", (), reason, ""),))
         if warning:
             warnings.warn(warning, UserWarning, stacklevel=users_level())
 

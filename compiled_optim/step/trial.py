@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -24,7 +25,6 @@ from compiled_optim.step.watch import sample
 
 _ELEMENTS, _TOTAL = 1024, 1 << 17  # that are judged, of each parameter and of all
 _STEPS = 10  # by which the averages of most rules have grown to what they average
-_REMEDIES = "'auto', 'split8' or 'stochastic'"  # of weights=
 
 
 class _Judged(NamedTuple):
@@ -37,24 +37,22 @@ class _Judged(NamedTuple):
 
 @dataclass
 class Trial:
-    """Judges whether the first step with ``lr`` above 0 rounds 16-bit parameters without ``weights`` back, and waits for it.
+    """Judges whether the first step with ``lr`` above 0 rounds 16-bit parameters back, which have no ``weights``. It waits.
 
-    A sample of each parameter takes another step from the same gradient, and ten, since averages grow. The update is scaled
-    to the largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, so that a warm-up decides nothing. A group whose
-    ``lr`` has a schedule in the step is left out unless it has one of the last two. A parameter is reported if more than half
-    of the elements that have a gradient and an update are rounded back; other gradients may still move them later. Only
-    rules that work element by element on dense gradients are judged, and none that sum over all parameters.
+    A sample of each parameter takes ten more steps from the same gradient, since averages grow. Updates are scaled to the
+    largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, so that a warm-up decides nothing. A group whose ``lr`` has
+    a schedule in the step is left out unless it has one of the last two. A parameter is reported if more than half of the
+    elements that have a gradient and an update are rounded back; other gradients may still move them later. Only rules that
+    work element by element on dense gradients are judged, and none with a sum or mean over a tensor or over all of them.
 
     Attributes:
         is_open: whether no step was judged yet.
-        found: the names of the parameters that are reported, the evidence and the remedy; None if there are none.
-        failure: why the step could not be judged; empty if it could.
+        findings: the arguments of a report's finding: ``"too small"``, or ``"not judged"`` after an error.
     """
 
     is_open: bool = True
-    found: tuple[tuple[str, ...], str, str] | None = None
-    failure: str = ""
-    _seen: dict[Plan, dict[int, StepInputs]] | None = None  # samples, by the parameter's identity; None without a gradient
+    findings: tuple[tuple[str, tuple[str, ...], str, str], ...] = ()
+    _seen: dict[Plan, dict[int, StepInputs]] | None = None  # samples, by parameter; None without a gradient
 
     @torch.no_grad()
     def see(self, plans: Sequence[Plan], grads: Mapping[int, Tensor | None]) -> None:
@@ -63,13 +61,12 @@ class Trial:
             return
         self._seen = self._seen or defaultdict(dict)
         count = min(_ELEMENTS, _TOTAL // max(1, sum(len(plan.members) for plan in plans)) + 1)
-        for plan, member in ((plan, member) for plan in plans if _is_judged(plan) for member in plan.members):
-            param, grad = member.param, grads[id(member.owner)]
-            part = part_placed_like(grad, member.owner)  # another one would have to be sent between processes
-            if part is not None and part.numel() and param.dtype in HALVES:
-                values = {name: sample(value, param, count, spread=True) for name, value in exact(plan, member).items()}
-                grad = wide(sample(part.detach(), param, count, spread=True))
-                self._seen[plan][id(member.owner)] = StepInputs(member, values, grad)
+        for of, member in ((plan, member) for plan in plans if _is_judged(plan) for member in plan.members):
+            grad = part_placed_like(grads[id(member.owner)], member.owner)  # another would be sent between processes
+            if grad is not None and grad.numel() and member.param.dtype in HALVES:
+                cut = functools.partial(sample, weight=member.param, elements=count, spread=True)
+                values = {name: cut(value) for name, value in exact(of, member).items()}
+                self._seen[of][id(member.owner)] = StepInputs(member, values, wide(cut(grad.detach())))
 
     @outside_inference_mode()
     @torch.no_grad()
@@ -86,17 +83,17 @@ class Trial:
             return ""
         names, remedies, rates, moving, staying = zip(*stuck, strict=True)
         lr = " to ".join(f"{rate:.3g}" for rate in dict.fromkeys((min(rates), max(rates))))
-        share = f"{sum(staying) / sum(moving):.0%} of their elements"
-        evidence = f"at lr {lr}, {share} are rounded back to what they were by this step"
-        self.found = names, evidence, ", or ".join(dict.fromkeys(remedies))
+        share = sum(staying) / sum(moving)
+        evidence = f"at lr {lr}, {share:.0%} of their elements are rounded back to what they were by this step"
+        advice = ", or ".join(dict.fromkeys(remedies))
+        self.findings = (("too small", names, evidence, advice),)
         whose = f"{len(stuck)} of {len(judged)} 16-bit parameters ({first_few(names)})"
-        return f"compiled_optim: the step is too small for {whose}: {evidence}; {self.found[-1]}"
+        return f"compiled_optim: the step is too small for {whose}: {evidence}; {advice}"
 
 
 def _is_judged(plan: Plan) -> bool:
-    by_element = plan.rule.is_elementwise and not plan.rule.stages(plan.statics)
-    has_numbers = not (plan.wrapped or is_fake(plan.members[0].param))
-    return by_element and has_numbers and plan.statics.get("weights") is None
+    rule, has_numbers = plan.rule, not (plan.wrapped or is_fake(plan.members[0].param))
+    return has_numbers and rule.is_elementwise and not rule.stages(plan.statics) and "weights" not in plan.statics
 
 
 def _judged(plan: Plan, starts: list[StepInputs], clipping: Clipping, schedules: Schedules) -> list[_Judged] | None:
@@ -114,15 +111,17 @@ def _judged(plan: Plan, starts: list[StepInputs], clipping: Clipping, schedules:
     moved = [start for start in known if rates[start.member.group][0] > 0]
     if not moved:
         return None if known else []
-    runs, counts = _alike(plan, moved), []
-    joined = [_joined(run, factor) for run in runs]
-    for run, (member, _, grad), (before, update) in zip(runs, joined, taken(plan, joined, _STEPS), strict=True):
+    counts, whose = list[Tensor](), list[tuple[str, str, float]]()
+    for run in _alike(plan, moved):
+        values = {name: torch.cat([start.values[name] for start in run]) for name in run[0].values}
+        grad, member = torch.cat([start.grad for start in run]) * factor, run[0].member
+        before, update = taken(plan, StepInputs(member, values, grad), _STEPS)
         lr, largest = rates[member.group]
         moves = (update != 0) & update.isfinite() & (grad != 0)  # else weight decay alone moves it, which few would miss
         stays = moves & ((before + update * (largest / lr)).to(member.param.dtype) == before)
-        counts += [part.sum(1) for part in torch.stack([moves, stays]).split([start.grad.numel() for start in run], 1)]
-    members = [start.member for run in runs for start in run]
-    whose = [(member.name, remedy(plan, member, _REMEDIES), rates[member.group][1]) for member in members]
+        sizes = [start.grad.numel() for start in run]
+        counts += (part.sum(1) for part in torch.split(torch.stack([moves, stays]), sizes, 1))
+        whose += ((m.name, remedy(plan, m, "'auto', 'split8' or 'stochastic'"), largest) for m, *_ in run)
     return [_Judged(*each, *found) for each, found in zip(whose, torch.stack(counts).tolist(), strict=True)]
 
 
@@ -141,10 +140,5 @@ def _alike(plan: Plan, starts: list[StepInputs]) -> list[list[StepInputs]]:
     scalars = [start.member.entries[name].detach() for start in starts for name in plan.rule.scalar_names]
     for start, column in zip(starts, torch.stack(scalars).view(len(starts), -1).tolist(), strict=True):
         numbers = [pair for pair in start.member.numbers.items() if pair[0] != "seed"]  # which only rounding reads
-        alike[start.member.group, start.member.param.dtype, *numbers, *column].append(start)
+        alike[(start.member.group, start.member.param.dtype, *numbers, *column)].append(start)
     return [*alike.values()]
-
-
-def _joined(run: list[StepInputs], factor: Tensor | float) -> StepInputs:
-    values = {name: torch.cat([start.values[name] for start in run]) for name in run[0].values}
-    return StepInputs(run[0].member, values, torch.cat([start.grad for start in run]) * factor)

@@ -1,7 +1,7 @@
 """Train bfloat16 weights with 8 more bits each and moments of 8 bits: 7 bytes per parameter instead of 16.
 
 The loss follows float32's, since a step updates weight and extra bits together. The plain bfloat16 run at the end shows why
-they are needed: its first step warns of weights that will not move, and ``check_numerics`` names them.
+they are needed: its first step warns of weights that it is too small for, and ``check_numerics`` names them.
 """
 
 import warnings
@@ -45,7 +45,7 @@ train("float32", torch.float32)
 model, opt = train("split8, int8", torch.bfloat16, weights="split8", state_dtype="int8", exclude=["*bias"])
 whole = co.full_precision_state_dict(model, opt)  # to save: all the bits, in float32
 print(f"  saved as {whole['0.weight'].dtype}; stuck: {stuck(opt)} parameters")
-warnings.filterwarnings("ignore", "compiled_optim: .* will not move")  # as the next run is to show
+warnings.filterwarnings("ignore", "compiled_optim: the step is too small")  # as the next run is to show
 model, opt = train("bfloat16", torch.bfloat16)
 print(f"  stuck: {stuck(opt)} parameters")
 
