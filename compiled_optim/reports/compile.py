@@ -45,9 +45,9 @@ class CompileReport:
         construction: the seconds of compiling or loading in the constructor, which only the first one of a process does.
         moved_steps: the number of steps with gradients at new addresses, mostly since ``zero_grad`` had freed them.
         findings: named as follows. ``"too small"``: the first step was too small for some 16-bit parameters. ``"not
-            judged"``: an error kept it from finding out. ``"idle"``: steps were taken, and none changed a parameter. ``"slower"``:
-            something takes longer than it could, such as a part that runs uncompiled. ``"recompiled"`` and ``"captured
-            again"``: a cause of compilations after the first step, or of captures that replaced a stale graph.
+            judged"``: an error kept it from finding out. ``"idle"``: steps were taken, and none changed a parameter.
+            ``"slower"``: something takes longer than it could, such as a part that runs uncompiled. ``"recompiled"`` and
+            ``"captured again"``: a cause of compilations after the first step, or of captures that replaced a stale graph.
     """
 
     optimizer: str

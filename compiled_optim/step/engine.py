@@ -405,12 +405,11 @@ class Engine:
         """Let the trial see a step, or a part of one, and warn where it ``ends``. An error in it does not break the step."""
         try:
             if step is not None:
-                present = map(gradient, step.params) if grads is None else grads
-                self.trial.see(step.plans, dict(zip(map(id, step.params), present, strict=True)))
+                self.trial.see(step.plans, dict(zip(map(id, step.params), grads or map(gradient, step.params), strict=True)))
             warning = self.trial.end(self.clipping, self.schedules) if ends else ""
         except Exception as error:
-            reason = f"the first step could not be judged: {type(error).__name__}: {error}"
-            warning, self.trial = "", Trial(is_open=False, findings=(("not judged", (), reason, ""),))
+            warning, reason = "", f"the first step could not be judged: {type(error).__name__}: {error}"
+            self.trial = Trial(is_open=False, findings=(("not judged", (), reason, ""),))
         if warning:
             warnings.warn(warning, UserWarning, stacklevel=users_level())
 

@@ -37,13 +37,12 @@ class _Judged(NamedTuple):
 
 @dataclass
 class Trial:
-    """Judges whether the first step with ``lr`` above 0 rounds 16-bit parameters back, which have no ``weights``. It waits.
+    """Judges whether the first step with ``lr`` above 0 rounds 16-bit parameters without ``weights`` back; it waits.
 
     A sample of each parameter takes ten more steps from the same gradient, since averages grow. Updates are scaled to the
-    largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, so that a warm-up decides nothing. A group whose ``lr`` has
-    a schedule in the step is left out unless it has one of the last two. A parameter is reported if more than half of the
-    elements that have a gradient and an update are rounded back; other gradients may still move them later. Only rules that
-    work element by element on dense gradients are judged, and none with a sum or mean over a tensor or over all of them.
+    largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, so that a warm-up decides nothing. A group with a schedule of
+    ``lr`` in the step needs one of the last two. A parameter is reported if most elements with a gradient and an update are
+    rounded back; other gradients may move them. Only elementwise rules without sums, on dense gradients, are judged.
 
     Attributes:
         is_open: whether no step was judged yet.
@@ -83,10 +82,9 @@ class Trial:
             return ""
         names, remedies, rates, moving, staying = zip(*stuck, strict=True)
         lr = " to ".join(f"{rate:.3g}" for rate in dict.fromkeys((min(rates), max(rates))))
-        share = sum(staying) / sum(moving)
-        evidence = f"at lr {lr}, {share:.0%} of their elements are rounded back to what they were by this step"
-        advice = ", or ".join(dict.fromkeys(remedies))
-        self.findings = (("too small", names, evidence, advice),)
+        share = f"{sum(staying) / sum(moving):.0%} of their elements"
+        evidence = f"at lr {lr}, {share} are rounded back to what they were by this step"
+        self.findings = (("too small", names, evidence, advice := ", or ".join(dict.fromkeys(remedies))),)
         whose = f"{len(stuck)} of {len(judged)} 16-bit parameters ({first_few(names)})"
         return f"compiled_optim: the step is too small for {whose}: {evidence}; {advice}"
 
@@ -105,11 +103,10 @@ def _judged(plan: Plan, starts: list[StepInputs], clipping: Clipping, schedules:
         factor, *_ = scaled((norm * clips[NAMES.index("grad_scale")]).square(), *clips)
         if skipped:
             return None
-    groups = plan.members[0].groups
-    rates = {i: _rates(groups[i], (i, "lr") in schedules.functions) for i in {start.member.group for start in starts}}
+    used = {start.member.group: start.member.groups for start in starts}
+    rates = {i: _rates(groups[i], (i, "lr") in schedules.functions) for i, groups in used.items()}
     known = [start for start in starts if rates[start.member.group]]
-    moved = [start for start in known if rates[start.member.group][0] > 0]
-    if not moved:
+    if not (moved := [start for start in known if rates[start.member.group][0] > 0]):
         return None if known else []
     counts, whose = list[Tensor](), list[tuple[str, str, float]]()
     for run in _alike(plan, moved):
@@ -119,8 +116,7 @@ def _judged(plan: Plan, starts: list[StepInputs], clipping: Clipping, schedules:
         lr, largest = rates[member.group]
         moves = (update != 0) & update.isfinite() & (grad != 0)  # else weight decay alone moves it, which few would miss
         stays = moves & ((before + update * (largest / lr)).to(member.param.dtype) == before)
-        sizes = [start.grad.numel() for start in run]
-        counts += (part.sum(1) for part in torch.split(torch.stack([moves, stays]), sizes, 1))
+        counts += (part.sum(1) for part in torch.split(torch.stack([moves, stays]), [s.grad.numel() for s in run], 1))
         whose += ((m.name, remedy(plan, m, "'auto', 'split8' or 'stochastic'"), largest) for m, *_ in run)
     return [_Judged(*each, *found) for each, found in zip(whose, torch.stack(counts).tolist(), strict=True)]
 
