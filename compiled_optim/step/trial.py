@@ -40,9 +40,9 @@ class Trial:
     """Judges whether the first step with ``lr`` above 0 rounds 16-bit parameters without ``weights`` back; it waits.
 
     A sample of each parameter takes ten more steps from the same gradient, since averages grow. Updates are scaled to the
-    largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, so that a warm-up decides nothing. A group with a schedule of
-    ``lr`` in the step needs one of the last two. A parameter is reported if most elements with a gradient and an update are
-    rounded back; other gradients may move them. Only elementwise rules without sums, on dense gradients, are judged.
+    largest of the group's ``lr``, ``initial_lr`` and ``max_lr``, so that a warm-up decides nothing. Groups with a schedule
+    of ``lr`` in the step need one of the last two. A parameter is reported if most elements with a gradient and an update
+    are rounded back; later gradients may move them. Only elementwise rules without sums, on dense gradients, are judged.
 
     Attributes:
         is_open: whether no step was judged yet.
@@ -118,7 +118,7 @@ def _judged(plan: Plan, starts: list[StepInputs], clipping: Clipping, schedules:
         stays = moves & ((before + update * (largest / lr)).to(member.param.dtype) == before)
         counts += (part.sum(1) for part in torch.split(torch.stack([moves, stays]), [s.grad.numel() for s in run], 1))
         whose += ((m.name, remedy(plan, m, "'auto', 'split8' or 'stochastic'"), largest) for m, *_ in run)
-    return [_Judged(*each, *found) for each, found in zip(whose, torch.stack(counts).tolist(), strict=True)]
+    return [_Judged(*each, *elements) for each, elements in zip(whose, torch.stack(counts).tolist(), strict=True)]
 
 
 def _rates(group: ParamGroup, is_scheduled: bool) -> tuple[float, ...]:
