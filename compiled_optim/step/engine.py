@@ -363,8 +363,8 @@ class Engine:
                 step = self.prepare(grads)
                 loss = step.launch(closure) if self.launcher is None else self.launcher(step, closure)
                 self.finish(step)
-                seen = step if grads is None and self.launcher is None else None  # else compiled code or a graph has it
-            if self.trial.is_open:
+                seen = step if grads is None else None  # else compiled code has it
+            if self.trial.is_open and self.launcher is None:  # else a graph has it
                 self._try(seen, ends=True)
         return loss
 
