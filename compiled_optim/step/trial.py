@@ -56,13 +56,15 @@ class Trial:
     @torch.no_grad()
     def see(self, plans: Sequence[Plan], grads: Mapping[int, Tensor | None]) -> None:
         """Take samples after a step, or a part of one, from ``grads``, by the identity of the parameter."""
-        if any(is_capturing(plan.device) for plan in plans) or all(grad is None for grad in grads.values()):
+        members = [(plan, member) for plan in plans if _is_judged(plan) for member in plan.members]
+        rounded = [(plan, member) for plan, member in members if member.param.dtype in HALVES]
+        if all(grad is None for grad in grads.values()) or any(is_capturing(plan.device) for plan in dict(rounded)):
             return
         self._seen = self._seen or defaultdict(dict)
-        count = min(_ELEMENTS, _TOTAL // max(1, sum(len(plan.members) for plan in plans)) + 1)
-        for of, member in ((plan, member) for plan in plans if _is_judged(plan) for member in plan.members):
+        count = min(_ELEMENTS, _TOTAL // max(1, len(rounded)) + 1)
+        for of, member in rounded:
             grad = part_placed_like(grads[id(member.owner)], member.owner)  # another would be sent between processes
-            if grad is not None and grad.numel() and member.param.dtype in HALVES:
+            if grad is not None and grad.numel():
                 cut = functools.partial(sample, weight=member.param, elements=count, spread=True)
                 values = {name: cut(value) for name, value in exact(of, member).items()}
                 self._seen[of][id(member.owner)] = StepInputs(member, values, wide(cut(grad.detach())))
