@@ -38,7 +38,7 @@ if len(sys.argv) > 1:  # the process that serves: it reads the changes of one st
     equal = all(torch.equal(old, new) for old, new in zip(weights, model.parameters(), strict=True))
     print(f"{len(steps)} steps later all bits are equal: {equal}")
 else:
-    opt = co.AdamW(model.named_parameters(), lr=1e-5)
+    opt = co.AdamW(model.named_parameters(), lr=1e-5, weights="auto")
     opt.track_changes(torch.bfloat16)
     sent, x = [], torch.randn(64, 32).bfloat16()
     for _ in range(100):
@@ -54,5 +54,5 @@ else:
     subprocess.run([sys.executable, __file__, "serve"], input=buffer.getvalue(), check=True)
 
 # Prints, in 7 s:
-# 10.3 % of the weights' bytes are sent
+# 24.0 % of the weights' bytes are sent
 # 100 steps later all bits are equal: True
