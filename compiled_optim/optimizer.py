@@ -386,9 +386,9 @@ class CompiledOptimizer(Declared, SavedOptimizer):
                 engine.outputs = NO_OUTPUTS if dtype is None else OutputMemory(Outputs(dtype), engine.clipping.device)
                 engine.changes.outdate(f"track_changes({dtype}) was called")
                 engine.current()
-            except ValueError:
+            except BaseException:  # an interrupt, too
                 engine.outputs = before
-                engine.changes.outdate("track_changes() was refused")
+                engine.changes.outdate("track_changes() did not end")
                 raise
 
     @outside_dynamo

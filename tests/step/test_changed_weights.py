@@ -14,6 +14,7 @@ import simulated_device
 import torch
 from catalog import registry
 from changed_bits import Expected
+from output_cases import OutputCase
 from torch import Tensor, nn
 
 import compiled_optim as co
@@ -23,39 +24,25 @@ from compiled_optim.plan.output_memory import OutputMemory
 from compiled_optim.rule import storage
 
 
-@dataclass(frozen=True)
-class Case:
-    """An optimizer of parameters in ``dtype``, which others read in the dtype ``served``."""
-
-    optimizer: type[CompiledOptimizer]
-    dtype: torch.dtype
-    served: torch.dtype
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def __str__(self) -> str:
-        kinds = (self.optimizer.__name__, self.dtype, self.served, *self.options.values())
-        return "-".join(str(kind).removeprefix("torch.") for kind in kinds)
-
-
-def cases() -> Iterator[Case]:
+def cases() -> Iterator[OutputCase]:
     """Every rule in every pair of dtypes, and every form of storage of some."""
     single, halves = torch.float32, (torch.bfloat16, torch.float16)
     for kind in registry():
         if hasattr(kind, "_rule"):
-            yield from (Case(kind, dtype, torch.bfloat16) for dtype in (single, torch.bfloat16))
+            yield from (OutputCase(kind, dtype, torch.bfloat16) for dtype in (single, torch.bfloat16))
     for weights, state in itertools.product(storage.MODES, (None, "int8")):
         for kind, own in ((co.AdamW, halves), (co.Lion, halves[:1]), (co.Muon, halves[:1])):
-            yield from (Case(kind, half, half, {"weights": weights, "state_dtype": state}) for half in own)
+            yield from (OutputCase(kind, half, half, {"weights": weights, "state_dtype": state}) for half in own)
     for lowering in ("inductor", "eager"):
-        yield Case(co.AdamW, torch.bfloat16, single, {"lowering": lowering})
-    yield Case(co.AdamW, single, single)
-    yield Case(co.AdamW, torch.float64, torch.float16)
+        yield OutputCase(co.AdamW, torch.bfloat16, single, {"lowering": lowering})
+    yield OutputCase(co.AdamW, single, single)
+    yield OutputCase(co.AdamW, torch.float64, torch.float16)
 
 
 FEW = [case for case in cases() if case.optimizer in (co.AdamW, co.Muon, co.SparseAdam)]
 
 
-def parameters(case: Case) -> dict[str, nn.Parameter]:
+def parameters(case: OutputCase) -> dict[str, nn.Parameter]:
     """Within a word of bits and at its ends, of more than a block of a kernel, not contiguous, and with gaps."""
     generator = torch.Generator().manual_seed(3)
     values = {"rows": torch.randn(130, 64, generator=generator), "word": torch.randn(1, 64, generator=generator)}
@@ -83,7 +70,7 @@ def gradient(param: Tensor, generator: torch.Generator, *, sparse: bool) -> Tens
     [*((case, 7) for case in FEW), *(pytest.param(case, 100, marks=pytest.mark.full) for case in cases())],
     ids=str,
 )
-def test_changes_are_the_elements_that_differ_around_steps(case: Case, count: int) -> None:
+def test_changes_are_the_elements_that_differ_around_steps(case: OutputCase, count: int) -> None:
     """With absent gradients, skipped steps, and loads of weights, which change all of their elements."""
     draw, generator = random.Random(str(case)), torch.Generator().manual_seed(5)
     with mock.patch.object(storage, "MINIMUM", 32):
@@ -462,6 +449,17 @@ def test_changes_that_are_interrupted_are_handed_over_by_the_next_call() -> None
     with mock.patch.object(OutputMemory, "note_step", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
         optimizer.changes()
     assert [change.name for change in optimizer.changes()] == ["w"]
+
+
+def test_tracking_that_is_interrupted_at_its_begin_has_not_begun() -> None:
+    param = nn.Parameter(torch.ones(96))
+    optimizer = co.AdamW({"w": param})
+    with mock.patch.object(OutputMemory, "follow", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        optimizer.track_changes()
+    param.grad = torch.ones(96)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="was not called"):
+        optimizer.changes()
 
 
 def test_steps_go_on_after_an_interrupt_while_groups_change() -> None:
