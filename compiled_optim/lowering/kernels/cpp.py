@@ -75,7 +75,7 @@ class _StoreCode(NamedTuple):
     text: str
     array: Array | None = None  # None for a sum
     bits: str = ""
-    mark: str = ""  # the statement that notes, before ``text``, which bits it changes
+    mark: str = ""  # before ``text``, the bits that it changes; empty if nobody asks
 
 
 class _Pair(NamedTuple):
@@ -116,7 +116,7 @@ def _store(array: Array, value: str, above: str | None, served: torch.dtype | No
     mark = ""
     if served is not None and array.row == rows.PARAM:
         seen = STORAGE[served if array.dtype.itemsize > 2 else array.dtype]
-        mark = f"changed[i - origin] = bits_of({seen}({_location(array)})) ^ bits_of({seen}({kind}({value})));"
+        mark = f"bits_of({seen}({_location(array)})) ^ bits_of({seen}({kind}({value})))"
     return _StoreCode(value, f"{_location(array)} = {kind}({value});", array, bits, mark)
 
 
@@ -124,27 +124,42 @@ class _OutputCode:
     """The outputs of an update that are no arrays. Loops leave them on the stack; they are collected behind each loop."""
 
     def __init__(self, served: torch.dtype | None = None, row: int = 0, sums: Iterable[str] = ()) -> None:
-        self._marks, self.sums = served is not None, [*sums]
+        self.marks, self.sums = served is not None, [*sums]
         words = f"uint32_t* __restrict const words = at<uint32_t>(tensors, {row}, count, t) + start / 32;"
-        self.before = [words] * self._marks + [f"T {name}_lanes[32] = {{}};" for name in self.sums]
+        self.before = [words] * self.marks + [f"T {name}_lanes[32] = {{}};" for name in self.sums]
 
     def __bool__(self) -> bool:
         return bool(self.before)
 
-    def around(self, loop: Sequence[str], size: int, count: str, *, of_pairs: bool = False, cleared: str = "") -> list[str]:
-        """Return ``loop`` between memory for ``size`` elements or pairs, and the code that collects the first ``count``."""
-        suffixes, mark = ("01", "mark_pairs") if of_pairs else ([""], "mark")
+    def around(
+        self,
+        loop: Sequence[str],
+        size: int,
+        count: str,
+        *,
+        of_pairs: bool = False,
+        cleared: str = "",
+        marks: bool = True,
+    ) -> list[str]:
+        """Return ``loop`` between memory for ``size`` elements or pairs, and the code that collects the first ``count``.
+
+        Without ``marks``, the loop collects changed bits itself.
+        """
+        suffixes, mark = ("01", f"mark_pairs<{size}>") if of_pairs else ([""], "mark")
         numbers = [(name, f"{name}_of{suffix}") for name in self.sums for suffix in suffixes]
         return [
-            *[f"uint32_t changed[{size}]{cleared};"] * self._marks,
+            *[f"uint32_t changed[{size}]{cleared};"] * (self.marks and marks),
+            *[f"if ({count} < {size}) std::memset(changed, 0, sizeof changed);"] * (self.marks and of_pairs),
             *(f"T {of_elements}[{size}]{cleared};" for _, of_elements in numbers),
             *loop,
-            *[f"{mark}(words + from / 32, changed, {count});"] * self._marks,
+            *[f"{mark}(words + from / 32, changed, {count});"] * (self.marks and marks),
             *(f"add_in_lanes({name}_lanes, {of_elements}, {count});" for name, of_elements in numbers),
         ]
 
 
 _NO_OUTPUTS = _OutputCode()
+_ON_STACK, _IN_WORD = "changed[i - origin] = {};", "word |= uint32_t(({}) != 0) << (i - from);"
+"""Statements that note changed bits. In one word they cost a step least where each element is computed by itself."""
 
 
 def _each_block(
@@ -165,11 +180,13 @@ def _each_block(
     if len(elements) < len(program.arrays):
         loop = _loop_over_groups(program.arrays, written, stores, pragma, outputs, is_paired=is_paired)
     else:
-        body = _singly(elements, written.reads_index, written.lines, stores)
+        single = elements, written.reads_index, written.lines, stores
         if is_paired:
-            loop = _loop_over_pairs(elements, written, stores, body, outputs)
+            loop = _loop_over_pairs(elements, written, stores, _singly(*single), outputs)
+        elif outputs:
+            loop = _loop_over_words(_singly(*single, marked=_IN_WORD), outputs)
         else:
-            loop = _loop_over_words(body, outputs) if outputs else _loop(pragma, "0", "size", body)
+            loop = _loop(pragma, "0", "size", _singly(*single))
     before = [*map(_pointer, program.arrays), "const T factor = T(k[0]);", *outputs.before]
     sums = [*totals, *(f"sum_of({name}_lanes)" for name in outputs.sums)]
     before += [f"const T k{i} = T(k[{i + 1} * columns]);" for i in range(len(written.numbers))]
@@ -210,11 +227,17 @@ def _loop(pragma: str, first: str, end: str, body: Sequence[str]) -> list[str]:
     return [pragma, f"for (int64_t i = {first}; i < {end}; i++) {{", *(f"  {line}" for line in body), "}"]
 
 
-def _singly(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], stores: Sequence[_StoreCode]) -> list[str]:
-    """Return a loop body that loads element ``i`` of ``arrays``, runs ``lines``, and stores."""
+def _singly(
+    arrays: Sequence[Array],
+    reads_index: bool,
+    lines: Sequence[str],
+    stores: Sequence[_StoreCode],
+    marked: str = _ON_STACK,
+) -> list[str]:
+    """Return a loop body that loads element ``i`` of ``arrays``, runs ``lines``, notes changes as ``marked``, and stores."""
     index = [f"const uint32_t {INDEX} = uint32_t(start + i);"] if reads_index else []
     loads = [_definition(a, _location(a)) for a in arrays]
-    texts = (text for s in stores for text in (s.mark, s.text) if text)
+    texts = (text for s in stores for text in (s.mark and marked.format(s.mark), s.text) if text)
     return [*index, *loads, *(line.replace("@", "") for line in (*lines, *texts))]
 
 
@@ -231,7 +254,7 @@ def _in_pairs(arrays: Sequence[Array], reads_index: bool, lines: Sequence[str], 
     for n, store in enumerate(stores):
         assert store.array is not None
         both = _PAIRS[store.array.dtype].both.format(f"stored{n}_0", f"stored{n}_1")
-        body += [f"changed[i - origin] = ({both}) ^ {store.array.element}_word;"] if store.mark else []
+        body += [_ON_STACK.format(f"({both}) ^ {store.array.element}_word")] if store.mark else []
         body.append(f"{_word(store.array)} = {both};")
     return body
 
@@ -256,7 +279,10 @@ def _tile(arrays: Sequence[Array], body: Sequence[str]) -> list[str]:
 
 def _loop_over_words(body: Sequence[str], outputs: _OutputCode) -> list[str]:
     """Return a loop over the elements of each word of ``outputs``."""
-    part = outputs.around(_loop(INDEPENDENT, "from", "end", body), 32, "count")
+    loop = _loop("#pragma omp simd reduction(| : word)" if outputs.marks else INDEPENDENT, "from", "end", body)
+    if outputs.marks:
+        loop = ["uint32_t word = 0;", *loop, "words[from / 32] |= word;"]
+    part = outputs.around(loop, 32, "count", marks=False)
     return [
         "const auto update_word = [&](const int64_t from, const auto count) __attribute__((always_inline)) {",
         *("  const int64_t origin = from, end = from + count;", *(f"  {line}" for line in part), "};"),

@@ -88,22 +88,18 @@ static inline __attribute__((always_inline)) void mark(uint32_t* __restrict word
     words[from / 32] |= word;
   }
 }
-static inline __attribute__((always_inline)) void mark_pairs(uint32_t* __restrict words, const uint32_t* changed, int64_t count) {
-  for (int64_t from = 0; from < count; from += 16) {
+template <int64_t size> static inline __attribute__((always_inline)) void mark_pairs(uint32_t* __restrict words, const uint32_t* changed, int64_t count) {
+  uint8_t flags[2 * size];
+  const pair16* const halves = reinterpret_cast<const pair16*>(changed);
+  for (int64_t i = 0; i < 2 * size; i++) flags[i] = halves[i] != 0;
+  for (int64_t w = 0; w < (count + 15) / 16; w++) {
     uint32_t word = 0;
-    if (count - from >= 16) {
-#pragma omp simd reduction(| : word)
-      for (int64_t i = 0; i < 16; i++) {
-        const uint32_t x = changed[from + i];
-        word |= uint32_t((x & 0xffff) != 0) << (2 * i) | uint32_t(x > 0xffff) << (2 * i + 1);
-      }
-    } else {
-      for (int64_t i = 0; i < count - from; i++) {
-        const uint32_t x = changed[from + i];
-        word |= uint32_t((x & 0xffff) != 0) << (2 * i) | uint32_t(x > 0xffff) << (2 * i + 1);
-      }
+    for (int64_t i = 0; i < 4; i++) {
+      uint64_t eight;
+      std::memcpy(&eight, flags + 32 * w + 8 * i, sizeof eight);
+      word |= uint32_t((eight * 0x0102040810204080) >> 56) << (8 * i);
     }
-    words[from / 16] |= word;
+    words[w] |= word;
   }
 }
 
