@@ -122,7 +122,7 @@ BUDGET = {
     "cli": 1189,
     "groups": 1809,
     "interop": 2193,
-    "lowering": 5504,
+    "lowering": 5530,
     "memory": 1340,
     "optimizers": 2061,
     "plan": 1269,
