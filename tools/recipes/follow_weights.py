@@ -48,11 +48,11 @@ else:
         sent.append([tuple(change) for change in opt.changes()])
     tensors = [t for changes in sent for change in changes for t in change[1:3] if t is not None]
     everything = 100 * sum(p.nbytes for p in model.parameters())
-    print(f"{100 * sum(t.nbytes for t in tensors) / everything:.1f} % of the weights' bytes are sent")
+    print(f"a third of the weights' bytes is enough: {3 * sum(t.nbytes for t in tensors) < everything}")
     torch.save([*sent, [*model.parameters()]], buffer := io.BytesIO())
     sys.stdout.flush()
     subprocess.run([sys.executable, __file__, "serve"], input=buffer.getvalue(), check=True)
 
 # Prints, in 7 s:
-# 24.0 % of the weights' bytes are sent
+# a third of the weights' bytes is enough: True
 # 100 steps later all bits are equal: True
