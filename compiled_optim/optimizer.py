@@ -406,6 +406,7 @@ class CompiledOptimizer(Declared, SavedOptimizer):
 
         Raises:
             RuntimeError: :meth:`track_changes` was not called, or a CUDA graph is being captured.
+            ValueError: the storage of a parameter was freed. The next call has all of its elements.
         """
         engine = self._engine
         with engine.lock:

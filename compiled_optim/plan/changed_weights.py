@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 
 from compiled_optim.groups.parameters import named_parameters
-from compiled_optim.memory.layout import has_memory, is_dense, is_sharded, local
+from compiled_optim.memory.layout import has_memory, is_dense, is_lost, is_sharded, local
 from compiled_optim.memory.torch_internals import wraps_others
 from compiled_optim.plan.output_memory import OutputMemory, ParamOutputs
 from compiled_optim.plan.plan import Plan
@@ -70,11 +70,14 @@ class Comparison:
 def changed_weights(groups: Sequence[Mapping[str, Any]], outputs: OutputMemory) -> list[ChangedWeights]:
     """Return the elements of the parameters in ``groups`` whose bits are set or that others wrote.
 
-    Waits once for the device.
+    Waits once for the device. ``ValueError`` for a parameter whose storage was freed.
     """
     outputs.see_writes()
     outputs.see_addresses()
-    known = {id(param): (name, outputs.of(param)) for name, param in named_parameters(groups) if not is_lazy(param)}
+    named = [(name, param) for name, param in named_parameters(groups) if not (is_lazy(param) or param.is_meta)]
+    if freed := [name for name, param in named if is_lost(local(param))]:
+        raise ValueError(f"changes of '{freed[0]}' cannot be read: it has no memory, since its storage was freed")
+    known = {id(param): (name, outputs.of(param)) for name, param in named}
     names, tracked = [name for name, _ in known.values()], [of for _, of in known.values()]
     served = outputs.choice.served
     assert served is not None

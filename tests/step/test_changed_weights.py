@@ -143,6 +143,27 @@ def test_all_of_a_parameter_that_others_write_is_changed(
     assert optimizer.changes() == []
 
 
+def test_changes_of_freed_memory_are_refused_by_name_and_handed_over_later() -> None:
+    optimizer, param, _ = _tied()
+    optimizer.step()
+    values, memory = param.detach().clone(), param.untyped_storage()
+    size = memory.nbytes()
+    memory.resize_(0)
+    with pytest.raises(ValueError, match="changes of 'w' cannot be read: it has no memory, since its storage was freed"):
+        optimizer.changes()
+    memory.resize_(size)
+    param.data.copy_(values)
+    (change,) = optimizer.changes()
+    assert change.indices is None
+    assert torch.equal(change.values, values.bfloat16())
+
+
+def test_parameters_without_memory_have_no_changes() -> None:
+    optimizer, _, _ = _tied()
+    optimizer.add_param_group({"params": {"meta": nn.Parameter(torch.empty(3, device="meta"))}})
+    assert optimizer.changes() == []
+
+
 def test_a_write_through_data_is_not_seen() -> None:
     optimizer, param, _ = _tied()
     param.data.zero_()
